@@ -1,0 +1,29 @@
+"""The errors users meet. Each message says what happened, why, and what to do."""
+
+from __future__ import annotations
+
+
+class MoegraftError(ValueError):
+    """Base of every error raised because of the caller's input or environment.
+
+    Broken internal invariants use ``assert`` instead, so catching this class never hides a bug.
+    """
+
+
+class AdapterError(MoegraftError):
+    """An adapter can't be read, bound, stored or used. The engine's state is unchanged."""
+
+
+class UnsupportedError(MoegraftError):
+    """A model, weight format, device or activation has no implementation here; says which."""
+
+
+class PlanError(MoegraftError):
+    """No backend can run a layer, or a forced choice can't be honoured; lists the reasons."""
+
+
+def shorten(names: list[str], limit: int = 4) -> str:
+    """Return the first ``limit`` names joined by commas, and how many more there are."""
+    head = ", ".join(names[:limit])
+    rest = len(names) - limit
+    return f"{head} and {rest} more" if rest > 0 else head

@@ -1,0 +1,285 @@
+"""How LoRA factors lie in memory: one arena, found through a table of offsets.
+
+Every (slot, projection) of a model has one 64-byte record; kernels read it, nothing else:
+
+=====  =======  ==========================================================================
+word   type     meaning
+=====  =======  ==========================================================================
+0      int64    offset of A from the arena's base, in 16-byte units
+1      int64    offset of B, likewise. B is stored rank-major ``[Eb, R, out]``
+2, 3   int64    elements between two experts' A (B); 0 = one entry shared by all experts
+4, 5   int64    elements between two rank rows of A (B), a multiple of 16 bytes
+6      2xint32  live rank (0 = no delta) and 1 if A is the same memory as the previous
+                projection's A (gate and up of a fused adapter): shrink once
+7      2xfp32   scale, unused
+=====  =======  ==========================================================================
+
+The live rank is a prefix of the rank rows, so odd ranks stay aligned. Behind the records of a
+slot lies its expert map, int32 ``[E]`` per experts site: expert -> entry, -1 = no delta.
+One contiguous row per slot holds both, so one stream-ordered copy flips all layers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moegraft.types import LoraFactor, Site, SiteFactors
+
+UNIT_BYTES = 16
+RECORD_WORDS = 8
+A_OFFSET, B_OFFSET, A_EXPERT_STRIDE, B_EXPERT_STRIDE, A_ROW_STRIDE, B_ROW_STRIDE = range(6)
+#: Index into the record viewed as int32: live rank, shared-A flag. As fp32: scale.
+RANK_I32, SHARED_A_I32, SCALE_F32 = 12, 13, 14
+
+
+def _align(elements: int, dtype: torch.dtype) -> int:
+    """Round a number of elements up to a whole number of 16-byte units."""
+    unit = UNIT_BYTES // dtype.itemsize
+    return -(-elements // unit) * unit
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """Where each site's records and expert map lie in a slot's table row.
+
+    Attributes:
+        sites: all sites, in order.
+        first_record: site name -> index of its first record.
+        map_offset: experts site name -> offset of its expert map in int32 words.
+        row_words: int64 words in one slot's row.
+
+    Example: one experts site (E=5, three projections) and one linear: 4 records = 32 words, the
+    map starts at int32 word 64 and takes 5, so ``row_words`` is 35.
+    """
+
+    sites: tuple[Site, ...]
+    first_record: Mapping[str, int]
+    map_offset: Mapping[str, int]
+    row_words: int
+
+    @staticmethod
+    def of(sites: Sequence[Site]) -> TableLayout:
+        """Lay the sites out one after the other."""
+        first: dict[str, int] = {}
+        record = 0
+        for site in sites:
+            first[site.name] = record
+            record += len(site.projections)
+        map_offset: dict[str, int] = {}
+        word = 2 * RECORD_WORDS * record
+        for site in sites:
+            if site.kind == "experts":
+                map_offset[site.name] = word
+                word += site.num_experts
+        return TableLayout(tuple(sites), first, map_offset, (word + 1) // 2)
+
+    def records(self, table: torch.Tensor, site: Site) -> torch.Tensor:
+        """View a site's records of ``table`` ``[.., row_words]`` as ``[.., projections, 8]``."""
+        start = self.first_record[site.name] * RECORD_WORDS
+        width = len(site.projections) * RECORD_WORDS
+        view = table[..., start : start + width]
+        return view.unflatten(-1, (len(site.projections), RECORD_WORDS))
+
+    def expert_map(self, table: torch.Tensor, site: Site) -> torch.Tensor | None:
+        """View a site's expert map, int32 ``[.., E]``; None for linears and routers."""
+        if site.kind != "experts":
+            return None
+        start = self.map_offset[site.name]
+        return table.view(torch.int32)[..., start : start + site.num_experts]
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """One adapter in the form the arena holds, ready for a single copy.
+
+    Attributes:
+        data: 1-D factors in the bank's dtype, every matrix row 16-byte aligned.
+        row: int64 ``[row_words]`` table row whose offsets count from the start of ``data``.
+        max_rank: the largest rank of any projection.
+        bound_sites: names of the sites it changes.
+    """
+
+    data: torch.Tensor
+    row: torch.Tensor
+    max_rank: int
+    bound_sites: frozenset[str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the factors take in the arena."""
+        return self.data.numel() * self.data.element_size()
+
+    def relocated(self, base_units: int, layout: TableLayout) -> torch.Tensor:
+        """Return the table row with its offsets moved to ``base_units`` in the arena."""
+        row = self.row.clone()
+        num_records = sum(len(s.projections) for s in layout.sites)
+        records = row[: num_records * RECORD_WORDS].view(num_records, RECORD_WORDS)
+        live = records.view(torch.int32)[:, RANK_I32] > 0
+        records[live, A_OFFSET] += base_units
+        records[live, B_OFFSET] += base_units
+        return row
+
+
+def empty_row(layout: TableLayout) -> torch.Tensor:
+    """Return the table row of an empty slot: every rank 0, every expert -1."""
+    row = torch.zeros(layout.row_words, dtype=torch.int64)
+    for site in layout.sites:
+        expert_map = layout.expert_map(row, site)
+        if expert_map is not None:
+            expert_map.fill_(-1)
+    return row
+
+
+def pack_adapter(
+    factors: Mapping[str, SiteFactors],
+    layout: TableLayout,
+    dtype: torch.dtype,
+    pin_memory: bool = False,
+) -> PackedAdapter:
+    """Lay an adapter's factors out as the arena holds them.
+
+    Args:
+        factors: site name -> factors; every name must be a site of ``layout``.
+        layout: the model's table layout.
+        dtype: dtype of the arena; factors are cast once, here.
+        pin_memory: put ``data`` in page-locked memory, for asynchronous copies to a GPU.
+    """
+    sizes = [0]
+    pieces: list[tuple[int, torch.Tensor, int]] = []  # offset, [entries, R, width], row stride
+
+    def place(matrix: torch.Tensor) -> tuple[int, int, int]:
+        entries, rank, width = matrix.shape
+        row_stride = _align(width, dtype)
+        offset = sizes[0]
+        pieces.append((offset, matrix, row_stride))
+        sizes[0] += entries * rank * row_stride
+        expert_stride = 0 if entries == 1 else rank * row_stride
+        return offset * dtype.itemsize // UNIT_BYTES, expert_stride, row_stride
+
+    row = empty_row(layout)
+    by_name = {site.name: site for site in layout.sites}
+    max_rank = 0
+    for name, site_factors in factors.items():
+        site = by_name[name]
+        records = layout.records(row, site)
+        previous: LoraFactor | None = None
+        for i, projection in enumerate(site.projections):
+            factor = site_factors.projections.get(projection.name)
+            if factor is None or factor.rank == 0:
+                previous = None
+                continue
+            max_rank = max(max_rank, factor.rank)
+            record = records[i]
+            shared = previous is not None and previous.lora_A is factor.lora_A
+            if shared:
+                for word in (A_OFFSET, A_EXPERT_STRIDE, A_ROW_STRIDE):
+                    record[word] = records[i - 1, word]
+            else:
+                offset, expert_stride, row_stride = place(factor.lora_A)
+                record[A_OFFSET], record[A_EXPERT_STRIDE] = offset, expert_stride
+                record[A_ROW_STRIDE] = row_stride
+            offset, expert_stride, row_stride = place(factor.lora_B.transpose(1, 2))
+            record[B_OFFSET], record[B_EXPERT_STRIDE] = offset, expert_stride
+            record[B_ROW_STRIDE] = row_stride
+            record.view(torch.int32)[RANK_I32] = factor.rank
+            record.view(torch.int32)[SHARED_A_I32] = int(shared)
+            record.view(torch.float32)[SCALE_F32] = factor.scale
+            previous = factor
+        expert_map = layout.expert_map(row, site)
+        if expert_map is not None:
+            if site_factors.expert_map is None:
+                expert_map.copy_(torch.arange(site.num_experts, dtype=torch.int32))
+            else:
+                expert_map.copy_(site_factors.expert_map)
+    data = torch.zeros(sizes[0], dtype=dtype, pin_memory=pin_memory)
+    for offset, matrix, row_stride in pieces:
+        entries, rank, width = matrix.shape
+        view = data[offset : offset + entries * rank * row_stride].view(entries, rank, row_stride)
+        view[:, :, :width].copy_(matrix)
+    return PackedAdapter(data, row, max_rank, frozenset(factors))
+
+
+@dataclass(frozen=True)
+class SiteTable:
+    """One site's view of the factors of all slots; addresses never change.
+
+    Attributes:
+        site: the site.
+        arena: 1-D tensor that every offset counts from.
+        records: int64 ``[S, projections, 8]``, as the table at the top of this file says.
+        expert_map: int32 ``[S, E]``, or None for linears and routers.
+    """
+
+    site: Site
+    arena: torch.Tensor
+    records: torch.Tensor
+    expert_map: torch.Tensor | None
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.records.shape[0]
+
+    @property
+    def ranks(self) -> torch.Tensor:
+        """int32 ``[S, projections]``, 0 = no delta."""
+        return self.records.view(torch.int32)[..., RANK_I32]
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """fp32 ``[S, projections]``; meaningful where the rank is above 0."""
+        return self.records.view(torch.float32)[..., SCALE_F32]
+
+    def factors(self, slot: int) -> SiteFactors | None:
+        """Return views of slot's factors (reads the table on the host); None when it has none."""
+        projections: dict[str, LoraFactor] = {}
+        records = self.records[slot].cpu()
+        expert_map = None if self.expert_map is None else self.expert_map[slot].cpu()
+        entries = 1 if expert_map is None else max(int(expert_map.max()) + 1, 1)
+        previous_a: torch.Tensor | None = None
+        for i, projection in enumerate(self.site.projections):
+            words = records[i].tolist()
+            rank, shared = records[i].view(torch.int32)[[RANK_I32, SHARED_A_I32]].tolist()
+            if rank == 0:
+                previous_a = None
+                continue
+            if shared and previous_a is not None:
+                lora_a = previous_a
+            else:
+                lora_a = self._matrix(words, A_OFFSET, entries, rank, projection.in_features)
+            lora_b = self._matrix(words, B_OFFSET, entries, rank, projection.out_features)
+            scale = float(records[i].view(torch.float32)[SCALE_F32])
+            projections[projection.name] = LoraFactor(lora_a, lora_b.transpose(1, 2), scale)
+            previous_a = lora_a
+        return SiteFactors(projections, expert_map) if projections else None
+
+    def _matrix(
+        self, words: list[int], which: int, entries: int, rank: int, width: int
+    ) -> torch.Tensor:
+        offset = words[which] * UNIT_BYTES // self.arena.element_size()
+        expert_stride, row_stride = words[which + 2], words[which + 4]
+        shape = (entries if expert_stride else 1, rank, width)
+        strides = (expert_stride or rank * row_stride, row_stride, 1)
+        return self.arena.as_strided(shape, strides, self.arena.storage_offset() + offset)
+
+
+def site_table(
+    site: Site, slots: Sequence[SiteFactors | None], dtype: torch.dtype = torch.float32
+) -> SiteTable:
+    """Build a stand-alone table for one site: entry s of ``slots`` is what slot s holds.
+
+    For tests, benchmarks and the functional API; servers use :class:`moegraft.adapters.AdapterBank`.
+    """
+    layout = TableLayout.of([site])
+    rows, data, units = [], [], 0
+    for factors in slots:
+        packed = pack_adapter({} if factors is None else {site.name: factors}, layout, dtype)
+        rows.append(packed.relocated(units, layout))
+        data.append(packed.data)
+        units += packed.num_bytes // UNIT_BYTES
+    table = torch.stack(rows) if rows else torch.zeros(0, layout.row_words, dtype=torch.int64)
+    arena = torch.cat([*data, torch.zeros(UNIT_BYTES, dtype=dtype)])
+    return SiteTable(site, arena, layout.records(table, site), layout.expert_map(table, site))

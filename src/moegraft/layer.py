@@ -1,0 +1,184 @@
+"""The MoE-LoRA layer. Read this file first: it is the whole computation on one screen.
+
+    plan -> permute -> gate_up (+ LoRA) -> activation -> down (+ LoRA) -> finalize
+
+Each stage is specified in :mod:`moegraft.stages`, its maths in :mod:`moegraft.reference`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moegraft.activations import check_activation
+from moegraft.errors import MoegraftError
+from moegraft.factors import SiteTable
+from moegraft.plan import Plan, make_plan
+from moegraft.problem import Problem
+from moegraft.types import ExpertWeights, TokenSlots
+
+
+class MoeLoraLayer:
+    """One MoE layer's experts, with any adapters of a factor table applied per token.
+
+    Args:
+        weights: the base weights, in the host's own storage.
+        table: where the adapters' factors are; None = a layer without adapters.
+        expert_offset: global id of local expert 0; pairs outside the local range contribute 0.
+        routed_scaling_factor: multiplies the summed output.
+        backend: force a backend by name.
+
+    Raises:
+        PlanError: no backend can run these weights here; raised now, not in the first forward.
+    """
+
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        table: SiteTable | None = None,
+        *,
+        expert_offset: int = 0,
+        routed_scaling_factor: float = 1.0,
+        backend: str | None = None,
+    ) -> None:
+        check_activation(weights.activation)
+        if table is not None and table.site.num_experts != weights.num_experts:
+            raise MoegraftError(
+                f"The factor table is for {table.site.num_experts} experts, the weights hold "
+                f"{weights.num_experts}."
+            )
+        self.weights = weights
+        self.table = table
+        self.expert_offset = expert_offset
+        self.routed_scaling_factor = routed_scaling_factor
+        self._backend = backend
+        self._plans: dict[tuple[int, int], Plan] = {}
+        self._sides = ("gate", "up") if weights.layout.gated else ("up",)
+        self.plan(num_tokens=1, top_k=1)
+
+    def plan(self, num_tokens: int, top_k: int) -> Plan:
+        """Return the plan for a batch of T tokens; ``plan(...).explain()`` says why."""
+        key = (num_tokens, top_k)
+        if key not in self._plans:
+            problem = Problem.of(self.weights, num_tokens, top_k)
+            self._plans[key] = make_plan(problem, self._backend)
+        return self._plans[key]
+
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        slots: TokenSlots | None = None,
+    ) -> torch.Tensor:
+        """Run the layer.
+
+        Args:
+            x_TH: ``[T, H]`` activations, fp32/bf16/fp16.
+            topk_ids: ``[T, K]`` int32/int64 global expert ids; -1 or not local = contributes 0.
+            topk_weights: ``[T, K]`` float routing weights.
+            slots: adapter slot per token; None = base only.
+
+        Returns:
+            ``[T, H]`` in x's dtype. Tokens without an adapter get exactly the base result.
+
+        Raises:
+            MoegraftError: shapes disagree.
+        """
+        self._check(x_TH, topk_ids, topk_weights, slots)
+        stages = self.plan(*topk_ids.shape).stages
+        weights, table = self.weights, self.table
+        lora = table is not None and slots is not None and bool(slots.live)
+
+        perm = stages.permute(topk_ids, slots, weights.num_experts, self.expert_offset)
+        gate_up = stages.gate_up(x_TH, weights, perm)
+        if lora:
+            assert table is not None and slots is not None
+            halves = [weights.layout.columns(side, weights.intermediate) for side in self._sides]
+            outs = tuple(gate_up[:, columns] for columns in halves)
+            ranks = stages.lora_shrink(x_TH, table, self._sides, perm, slots)
+            stages.lora_expand(ranks, table, self._sides, perm, outs)
+        h = stages.activation(gate_up, weights)
+        y = stages.down(h, weights, perm)
+        if lora:
+            assert table is not None and slots is not None
+            ranks = stages.lora_shrink(h, table, ("down",), perm, slots)
+            stages.lora_expand(ranks, table, ("down",), perm, (y,))
+        out = stages.finalize(y, topk_weights, perm, self.routed_scaling_factor)
+        return out.to(x_TH.dtype)
+
+    def _check(
+        self,
+        x_TH: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        slots: TokenSlots | None,
+    ) -> None:
+        num_tokens = x_TH.shape[0]
+        if x_TH.dim() != 2 or x_TH.shape[1] != self.weights.hidden:
+            raise MoegraftError(
+                f"x has shape {tuple(x_TH.shape)}; expected [T, {self.weights.hidden}]."
+            )
+        if topk_ids.shape != topk_weights.shape or topk_ids.shape[:1] != x_TH.shape[:1]:
+            raise MoegraftError(
+                f"topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} "
+                f"must both be [T, K] with T = {num_tokens}, the rows of x."
+            )
+        if slots is not None and slots.num_tokens != num_tokens:
+            raise MoegraftError(
+                f"The batch has {num_tokens} tokens but {slots.num_tokens} adapter slots."
+            )
+
+
+class LinearLora:
+    """The adapters' part of a dense linear or router; the base product stays the host's.
+
+    Args:
+        table: where the factors are.
+        dtype: dtype of the linear's weight; device: where it lives. Both only steer the plan.
+        backend: force a backend by name.
+
+    Raises:
+        PlanError: no backend can run it; raised now.
+    """
+
+    def __init__(
+        self,
+        table: SiteTable,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str | None = None,
+    ) -> None:
+        self.table = table
+        self._where = (str(dtype).removeprefix("torch."), device.type)
+        self._backend = backend
+        self._plans: dict[int, Plan] = {}
+        self.plan(num_tokens=1)
+
+    def plan(self, num_tokens: int) -> Plan:
+        """Return the plan for T tokens."""
+        if num_tokens not in self._plans:
+            sizes = self.table.site.projections[0]
+            problem = Problem.of_linear(
+                *self._where, num_tokens, sizes.in_features, sizes.out_features
+            )
+            self._plans[num_tokens] = make_plan(problem, self._backend)
+        return self._plans[num_tokens]
+
+    def add_to(self, out: torch.Tensor, x: torch.Tensor, slots: TokenSlots) -> None:
+        """Add the delta to ``out`` in place; rows of slot -1 keep their bits.
+
+        Args:
+            out: ``[T, out_features]`` result of the base linear, any float dtype.
+            x: ``[T, in_features]`` its input.
+            slots: adapter slot per row.
+
+        Raises:
+            MoegraftError: the number of rows and of slots disagree.
+        """
+        if not (out.shape[0] == x.shape[0] == slots.num_tokens):
+            raise MoegraftError(
+                f"{self.table.site.name}: {x.shape[0]} input rows, {out.shape[0]} output rows and "
+                f"{slots.num_tokens} adapter slots must be equal."
+            )
+        if slots.live:
+            self.plan(x.shape[0]).stages.linear_lora(x, self.table, slots, out)

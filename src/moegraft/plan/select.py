@@ -1,0 +1,67 @@
+"""Choose a backend by reason, never in silence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moegraft.backends import BACKENDS, load_backend
+from moegraft.env import forced_backend
+from moegraft.errors import PlanError
+from moegraft.problem import Problem
+from moegraft.stages import Stages
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs a problem.
+
+    Attributes:
+        problem: the problem it was made for.
+        backend: name in :data:`moegraft.backends.BACKENDS`.
+        stages: the backend's stage functions.
+        reasons: why this backend and these kernels, and why not the others; one line each.
+    """
+
+    problem: Problem
+    backend: str
+    stages: Stages
+    reasons: tuple[str, ...]
+
+    def explain(self) -> str:
+        """Return the plan as text for people."""
+        p = self.problem
+        head = (
+            f"T={p.num_tokens} K={p.top_k} E={p.num_experts} H={p.hidden} I={p.intermediate} "
+            f"{p.dtype} {p.weight_format} on {p.device_type}: backend {self.backend}"
+        )
+        return "\n  ".join([head, *self.reasons])
+
+
+def make_plan(problem: Problem, backend: str | None = None) -> Plan:
+    """Pick the backend and its stages for a problem.
+
+    Args:
+        problem: what to run.
+        backend: force this backend; None = ``MOEGRAFT_BACKEND``, else the first that can.
+
+    Raises:
+        PlanError: the forced backend is unknown or can't run the problem, or none can. The
+            message lists every backend with its reason.
+    """
+    forced = backend or forced_backend()
+    if forced is not None and forced not in BACKENDS:
+        raise PlanError(f"There is no backend {forced!r}; choose one of {', '.join(BACKENDS)}.")
+    reasons: list[str] = []
+    for name in [forced] if forced else list(BACKENDS):
+        module = load_backend(name)
+        refusal = module.supports(problem)
+        if refusal is None:
+            stages, why = module.choose(problem)
+            choice = f"{name}: {'forced' if forced else 'first that can run it'}"
+            return Plan(problem, name, stages, (*reasons, choice, why))
+        reasons.append(f"{name}: {refusal}")
+    wanted = f"Backend {forced!r} can't" if forced else "No backend can"
+    raise PlanError(
+        f"{wanted} run a layer with {problem.dtype} {problem.weight_format} weights on "
+        f"{problem.device_type}: {'; '.join(reasons)}."
+    )
