@@ -202,19 +202,31 @@ def pack_adapter(
     return PackedAdapter(data, row, max_rank, frozenset(factors))
 
 
+@dataclass
+class Arena:
+    """The memory that all factors lie in, shared by every site's table.
+
+    Attributes:
+        data: 1-D tensor that every offset counts from. Replaced only while a bank may still grow;
+            a frozen bank never moves it.
+    """
+
+    data: torch.Tensor
+
+
 @dataclass(frozen=True)
 class SiteTable:
-    """One site's view of the factors of all slots; addresses never change.
+    """One site's view of the factors of all slots; the table's addresses never change.
 
     Attributes:
         site: the site.
-        arena: 1-D tensor that every offset counts from.
+        arena: where the factors are.
         records: int64 ``[S, projections, 8]``, as the table at the top of this file says.
         expert_map: int32 ``[S, E]``, or None for linears and routers.
     """
 
     site: Site
-    arena: torch.Tensor
+    arena: Arena
     records: torch.Tensor
     expert_map: torch.Tensor | None
 
@@ -259,11 +271,12 @@ class SiteTable:
     def _matrix(
         self, words: list[int], which: int, entries: int, rank: int, width: int
     ) -> torch.Tensor:
-        offset = words[which] * UNIT_BYTES // self.arena.element_size()
+        arena = self.arena.data
+        offset = words[which] * UNIT_BYTES // arena.element_size()
         expert_stride, row_stride = words[which + 2], words[which + 4]
         shape = (entries if expert_stride else 1, rank, width)
         strides = (expert_stride or rank * row_stride, row_stride, 1)
-        return self.arena.as_strided(shape, strides, self.arena.storage_offset() + offset)
+        return arena.as_strided(shape, strides, arena.storage_offset() + offset)
 
 
 def site_table(
@@ -271,7 +284,8 @@ def site_table(
 ) -> SiteTable:
     """Build a stand-alone table for one site: entry s of ``slots`` is what slot s holds.
 
-    For tests, benchmarks and the functional API; servers use :class:`moegraft.adapters.AdapterBank`.
+    For tests, benchmarks and the functional API; servers use
+    :class:`moegraft.adapters.AdapterBank`.
     """
     layout = TableLayout.of([site])
     rows, data, units = [], [], 0
@@ -281,5 +295,5 @@ def site_table(
         data.append(packed.data)
         units += packed.num_bytes // UNIT_BYTES
     table = torch.stack(rows) if rows else torch.zeros(0, layout.row_words, dtype=torch.int64)
-    arena = torch.cat([*data, torch.zeros(UNIT_BYTES, dtype=dtype)])
+    arena = Arena(torch.cat([*data, torch.zeros(UNIT_BYTES, dtype=dtype)]))
     return SiteTable(site, arena, layout.records(table, site), layout.expert_map(table, site))

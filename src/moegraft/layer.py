@@ -164,6 +164,11 @@ class LinearLora:
             self._plans[num_tokens] = make_plan(problem, self._backend)
         return self._plans[num_tokens]
 
+    def has_delta(self, slots: TokenSlots) -> bool:
+        """True when any live adapter has a factor here (reads the table on the host)."""
+        ranks = self.table.ranks[:, 0].tolist()
+        return any(ranks[slot] > 0 for slot in slots.live)
+
     def add_to(self, out: torch.Tensor, x: torch.Tensor, slots: TokenSlots) -> None:
         """Add the delta to ``out`` in place; rows of slot -1 keep their bits.
 

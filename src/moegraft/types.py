@@ -29,7 +29,8 @@ LINEAR_PROJECTION = "linear"
 class Activation:
     """What happens between gate_up and down, in fp32.
 
-    Gated: ``h = f(min(gate, limit)) * (clamp(up, -limit, limit) + up_shift)``; not gated: ``f(up)``.
+    Gated: ``h = f(min(gate, limit)) * (clamp(up, -limit, limit) + up_shift)``.
+    Not gated: ``h = f(up)``.
     ``f`` for ``silu`` is ``x * sigmoid(alpha * x)``; ``relu2`` is ``relu(x)**2``.
 
     Attributes:
@@ -291,7 +292,9 @@ def expert_site(
         "down": (intermediate, hidden),
     }
     names = EXPERT_PROJECTIONS if layout.gated else EXPERT_PROJECTIONS[1:]
-    return Site(name, "experts", tuple(Projection(n, *sizes[n]) for n in names), num_experts, layout)
+    return Site(
+        name, "experts", tuple(Projection(n, *sizes[n]) for n in names), num_experts, layout
+    )
 
 
 def linear_site(

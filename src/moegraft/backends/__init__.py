@@ -34,5 +34,5 @@ BACKENDS = {
 
 def load_backend(name: str) -> Backend:
     """Import a backend by its name in :data:`BACKENDS`; KeyError for an unknown one."""
-    module: Backend = import_module(BACKENDS[name])  # type: ignore[assignment]
+    module: Backend = import_module(BACKENDS[name])
     return module

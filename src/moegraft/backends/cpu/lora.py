@@ -96,19 +96,20 @@ def _matrices(
     slots, entries = group.slots, group.entries
     if group.single:
         slots, entries = slots[:1], entries[:1]
-    unit = UNIT_BYTES // table.arena.element_size()
+    arena = table.arena.data
+    unit = UNIT_BYTES // arena.element_size()
     expert_stride_word = offset_word + A_EXPERT_STRIDE - A_OFFSET
     row_stride_word = offset_word + A_ROW_STRIDE - A_OFFSET
     offsets = records[slots, offset_word] + entries * (records[slots, expert_stride_word] // unit)
     row_stride = int(records[slots[0], row_stride_word])
     if group.single:
-        start = table.arena.storage_offset() + int(offsets) * unit
-        view = table.arena.as_strided((1, group.rank, width), (row_stride, row_stride, 1), start)
+        start = arena.storage_offset() + int(offsets) * unit
+        view = arena.as_strided((1, group.rank, width), (row_stride, row_stride, 1), start)
         return view.float()
     # A window that slides over the arena in 16-byte steps: indexing it gathers any factor.
-    last = table.arena.numel() - (group.rank - 1) * row_stride - width
-    windows = table.arena.as_strided(
-        (last // unit + 1, group.rank, width), (unit, row_stride, 1), table.arena.storage_offset()
+    last = arena.numel() - (group.rank - 1) * row_stride - width
+    windows = arena.as_strided(
+        (last // unit + 1, group.rank, width), (unit, row_stride, 1), arena.storage_offset()
     )
     return windows[offsets].float()
 

@@ -1,0 +1,24 @@
+"""Adapters: files -> canonical factors -> host store -> device bank -> slots of a batch."""
+
+from moegraft.adapters.bank import AdapterBank
+from moegraft.adapters.bind import BoundAdapter, bind, check_bound
+from moegraft.adapters.layouts import ReadOptions
+from moegraft.adapters.read import AdapterSource, make_source, read_adapter
+from moegraft.adapters.report import BindReport
+from moegraft.adapters.spec import ModelSpec
+from moegraft.adapters.store import AdapterInfo, AdapterStore
+
+__all__ = [
+    "AdapterBank",
+    "AdapterInfo",
+    "AdapterSource",
+    "AdapterStore",
+    "BindReport",
+    "BoundAdapter",
+    "ModelSpec",
+    "ReadOptions",
+    "bind",
+    "check_bound",
+    "make_source",
+    "read_adapter",
+]

@@ -1,0 +1,176 @@
+"""The device bank: one rank-compact arena for all adapters, behind a table with a row per slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moegraft.adapters.arena import FreeList
+from moegraft.errors import AdapterError
+from moegraft.factors import (
+    UNIT_BYTES,
+    Arena,
+    PackedAdapter,
+    SiteTable,
+    TableLayout,
+    empty_row,
+)
+from moegraft.types import Site
+
+
+@dataclass(frozen=True)
+class BankMemory:
+    """Bytes: of the arena, of adapters in it, of the table; and the largest free range."""
+
+    arena: int
+    used: int
+    table: int
+    largest_free: int
+
+
+class AdapterBank:
+    """Slots for adapters on one device.
+
+    A slot costs what its adapter weighs. The table never moves; the arena moves only while it may
+    still grow (:meth:`freeze` forbids it, for graphs that hold its address).
+
+    Args:
+        sites: every place of the model where adapters attach.
+        num_slots: S, adapters that can be resident at once.
+        max_rank: largest rank any adapter may have.
+        dtype: dtype of the factors; the model's.
+        device: where they live.
+        arena_bytes: fixed size of the arena; None = grow as adapters come.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        *,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        arena_bytes: int | None = None,
+    ) -> None:
+        if num_slots < 1 or max_rank < 1:
+            raise AdapterError(
+                f"A bank needs at least one slot and rank 1; got num_slots={num_slots}, "
+                f"max_rank={max_rank}."
+            )
+        self.layout = TableLayout.of(sites)
+        self.num_slots = num_slots
+        self.max_rank = max_rank
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._may_grow = arena_bytes is None
+        self._empty = empty_row(self.layout)
+        self.table = self._empty.repeat(num_slots, 1).to(self.device)
+        self._regions: list[tuple[int, int] | None] = [None] * num_slots
+        units = (arena_bytes or 0) // UNIT_BYTES
+        self._free = FreeList(units)
+        self._arena = Arena(self._new_arena(units))
+        self._tables = {site.name: self._site_table(site) for site in sites}
+
+    def _new_arena(self, units: int) -> torch.Tensor:
+        # One unit more than can be allocated, so that a window at the end stays inside.
+        elements = (units + 1) * UNIT_BYTES // self.dtype.itemsize
+        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+    def _site_table(self, site: Site) -> SiteTable:
+        records = self.layout.records(self.table, site)
+        return SiteTable(site, self._arena, records, self.layout.expert_map(self.table, site))
+
+    def site_table(self, name: str) -> SiteTable:
+        """Return one site's view of all slots; it stays valid for the bank's life."""
+        return self._tables[name]
+
+    def freeze(self) -> None:
+        """Forbid growth from now on, so that every address stays valid."""
+        self._may_grow = False
+
+    @property
+    def memory(self) -> BankMemory:
+        """Where the bank's bytes are."""
+        used = (self._free.capacity - self._free.free_units) * UNIT_BYTES
+        return BankMemory(
+            arena=self._free.capacity * UNIT_BYTES,
+            used=used,
+            table=self.table.numel() * self.table.element_size(),
+            largest_free=self._free.largest * UNIT_BYTES,
+        )
+
+    def check_rank(self, name: str, rank: int) -> None:
+        """Raise :class:`AdapterError` when an adapter's rank is over the bank's maximum."""
+        if rank > self.max_rank:
+            raise AdapterError(
+                f"Adapter {name!r} has rank {rank}, over the bank's maximum of {self.max_rank}; "
+                f"attach with max_rank={rank} or more."
+            )
+
+    def check_fits(self, name: str, packed: PackedAdapter) -> None:
+        """Raise :class:`AdapterError` when an adapter could never be in the bank."""
+        self.check_rank(name, packed.max_rank)
+        capacity = self._free.capacity * UNIT_BYTES
+        if not self._may_grow and packed.num_bytes > capacity:
+            raise AdapterError(
+                f"Adapter {name!r} needs {packed.num_bytes:,} bytes, the whole arena has "
+                f"{capacity:,}; attach with a larger arena_bytes."
+            )
+
+    def has_room(self, packed: PackedAdapter) -> bool:
+        """True when the arena has, or may grow, a free range for the adapter."""
+        return self._may_grow or self._free.largest * UNIT_BYTES >= packed.num_bytes
+
+    def write(self, slot: int, name: str, packed: PackedAdapter) -> None:
+        """Put an adapter into a slot: copy its factors to a new region, then flip the table row.
+
+        The slot's previous region is freed after the flip. On error nothing has changed.
+
+        Raises:
+            AdapterError: rank over the maximum, or a full arena that may not grow.
+        """
+        self.check_rank(name, packed.max_rank)
+        units = packed.num_bytes // UNIT_BYTES
+        start = self._reserve(units, name)
+        first = start * UNIT_BYTES // self.dtype.itemsize
+        self._arena.data[first : first + packed.data.numel()].copy_(packed.data, non_blocking=True)
+        self.table[slot].copy_(packed.relocated(start, self.layout), non_blocking=True)
+        self._free_region(slot)
+        self._regions[slot] = (start, units)
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot: its row says "no delta", its region is free again."""
+        self.table[slot].copy_(self._empty)
+        self._free_region(slot)
+
+    def _free_region(self, slot: int) -> None:
+        region = self._regions[slot]
+        if region is not None:
+            self._free.release(*region)
+            self._regions[slot] = None
+
+    def _reserve(self, units: int, name: str) -> int:
+        start = self._free.allocate(units)
+        if start is None and self._may_grow:
+            self._grow(units)
+            start = self._free.allocate(units)
+        if start is None:
+            raise AdapterError(
+                f"Adapter {name!r} needs {units * UNIT_BYTES:,} bytes, the bank's arena of "
+                f"{self._free.capacity * UNIT_BYTES:,} has {self._free.free_units * UNIT_BYTES:,} "
+                f"free (largest range {self._free.largest * UNIT_BYTES:,}): unload adapters or "
+                "attach with a larger arena_bytes."
+            )
+        return start
+
+    def _grow(self, units: int) -> None:
+        """Move to a larger arena: room for as many adapters of this size as there are slots."""
+        capacity = max(self._free.capacity + units, min(self.num_slots, 2) * units)
+        capacity = max(capacity, self._free.capacity * 3 // 2)
+        arena = self._new_arena(capacity)
+        arena[: self._arena.data.numel()].copy_(self._arena.data)
+        self._arena.data = arena
+        self._free.grow(capacity)

@@ -1,0 +1,150 @@
+"""Bind an adapter to a model: every tensor takes effect, is refused by name, or was excused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moegraft.adapters.layouts import LAYOUTS, ReadOptions
+from moegraft.adapters.read import AdapterSource
+from moegraft.adapters.report import BindReport, ProjectionReport, SiteReport
+from moegraft.adapters.spec import ModelSpec
+from moegraft.errors import AdapterError, shorten
+from moegraft.types import Site, SiteFactors
+
+_LEAF_REASONS = {
+    "dora": "it is DoRA's magnitude vector; DoRA is not served",
+    "lora_B_bias": "it is a bias of lora_B (lora_bias=True), which is not served",
+    "embedding": "LoRA on embeddings and trainable tokens are not served",
+    "full": "it is a full tensor, not a LoRA factor (modules_to_save or bias), which is not served",
+}
+
+
+@dataclass(frozen=True)
+class BoundAdapter:
+    """An adapter's canonical factors for one model, with the report of how they were found.
+
+    Attributes:
+        factors: site name -> factors, as read (dtype of the file).
+        report: what became of every tensor.
+    """
+
+    factors: Mapping[str, SiteFactors]
+    report: BindReport
+
+
+def bind(
+    source: AdapterSource, spec: ModelSpec, options: ReadOptions | None = None
+) -> BoundAdapter:
+    """Find every tensor's place in the model; never raises for what can't be served.
+
+    Args:
+        source: the adapter as read.
+        spec: what the model offers.
+        options: the caller's say where the file leaves room for doubt.
+
+    Returns:
+        The factors that could be bound and the report; :func:`check_bound` turns refusals into an
+        error.
+    """
+    options = options or ReadOptions()
+    skip = [re.compile(pattern) for pattern in options.skip]
+    skipped = {key for key in source.tensors if any(p.search(key) for p in skip)}
+    pending = set(source.tensors) - skipped
+    factors: dict[str, SiteFactors] = {}
+    layouts: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    notes: list[str] = []
+    used: set[str] = set()
+    for layout in LAYOUTS:
+        result = layout.read(source, pending, spec, options)
+        clash = sorted(set(result.factors) & set(factors))
+        if clash:
+            reason = f"{clash[0]} already has factors in another layout of the same file"
+            refused.update(dict.fromkeys(result.used | set(result.refused), reason))
+        else:
+            factors.update(result.factors)
+            used |= result.used
+            refused.update(result.refused)
+            notes += result.notes
+            if result.evidence:
+                layouts[layout.name] = result.evidence
+        pending -= result.used | set(result.refused)
+    for key in source.tensors:
+        if key in pending:
+            refused[key] = _why_left(source, spec, key)
+    report = BindReport(
+        origin=source.origin,
+        producer=source.config.producer,
+        layouts=layouts,
+        total=len(source.tensors),
+        bound=len(used),
+        sites=tuple(_site_report(s, factors[s.name]) for s in spec.sites if s.name in factors),
+        refused=refused,
+        skipped=tuple(sorted(skipped)),
+        notes=tuple(notes),
+    )
+    return BoundAdapter(factors, report)
+
+
+def check_bound(report: BindReport, spec: ModelSpec) -> None:
+    """Raise :class:`AdapterError` unless every tensor was bound or excused."""
+    if report.bound == 0:
+        names = shorten(list(report.refused) or list(report.skipped))
+        first = next(iter(report.refused.values()), "all were skipped")
+        raise AdapterError(
+            f"{report.origin}: bound 0 of {report.total} tensors to {spec.name}. First names: "
+            f"{names}. Reason for the first: {first}. Was it trained for another model?"
+        )
+    if report.refused:
+        by_reason: dict[str, list[str]] = {}
+        for key, reason in report.refused.items():
+            by_reason.setdefault(reason, []).append(key)
+        details = "; ".join(f"{shorten(keys, 2)}: {why}" for why, keys in by_reason.items())
+        raise AdapterError(
+            f"{report.origin}: {len(report.refused)} of {report.total} tensors can't be served on "
+            f"{spec.name}, so nothing was loaded. {details}. To serve the adapter without them, "
+            "excuse them with skip=(regular expression of their names, ..)."
+        )
+
+
+def _why_left(source: AdapterSource, spec: ModelSpec, key: str) -> str:
+    """Say why no layout took a tensor."""
+    parsed = source.keys[key]
+    reason = _LEAF_REASONS.get(parsed.leaf)
+    if reason is not None:
+        return reason
+    path = re.sub(r"(\.base_layer)+$", "", parsed.module)
+    if spec.resolve(path) is not None:
+        shape = tuple(source.tensors[key].shape)
+        return f"no layout reads a {parsed.leaf} of shape {shape} there, or it stands there twice"
+    if ".experts." in f"{path}." and spec.resolve_experts(
+        path.partition(".experts")[0] + ".experts"
+    ):
+        return f"its expert layout ({source.tensors[key].dim()}-D at {path}) is not read yet"
+    return spec.why_not(path)
+
+
+def _site_report(site: Site, factors: SiteFactors) -> SiteReport:
+    covered = site.num_experts
+    if factors.expert_map is not None:
+        covered = int((factors.expert_map >= 0).sum())
+    projections = {
+        name: ProjectionReport(
+            rank=factor.rank,
+            scale=factor.scale,
+            experts=covered,
+            shared_a=factor.lora_A.shape[0] == 1 and covered > 1,
+            shared_b=factor.lora_B.shape[0] == 1 and covered > 1,
+        )
+        for name, factor in factors.projections.items()
+    }
+    seen: set[int] = set()
+    num_bytes = 0
+    for factor in factors.projections.values():
+        if id(factor.lora_A) not in seen:
+            num_bytes += factor.lora_A.numel() * factor.lora_A.element_size()
+            seen.add(id(factor.lora_A))
+        num_bytes += factor.lora_B.numel() * factor.lora_B.element_size()
+    return SiteReport(site.name, site.kind, site.num_experts, projections, num_bytes)

@@ -1,0 +1,52 @@
+"""Tensor names of adapter files, taken apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Leaf = Literal["lora_A", "lora_B", "lora_B_bias", "dora", "embedding", "full"]
+
+_PREFIXES = ("base_model.model.", "base_model.")
+_LEAVES: dict[str, Leaf] = {
+    "lora_A": "lora_A",
+    "lora_B": "lora_B",
+    "lora_magnitude_vector": "dora",
+    "lora_embedding_A": "embedding",
+    "lora_embedding_B": "embedding",
+    "trainable_tokens_delta": "embedding",
+}
+
+
+@dataclass(frozen=True)
+class AdapterKey:
+    """One tensor's name.
+
+    Attributes:
+        module: dotted path of the adapted module without PEFT's prefix, ``base_layer`` kept.
+        leaf: what the tensor is; ``full`` is any tensor that is no LoRA part.
+
+    Example: ``base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight`` has module
+    ``model.layers.0.mlp.experts.base_layer`` and leaf ``lora_A``.
+    """
+
+    module: str
+    leaf: Leaf
+
+
+def parse_key(key: str) -> AdapterKey:
+    """Take a tensor name apart. Understands names with and without PEFT's prefix, an adapter name
+    (``lora_A.default.weight``) and a missing ``.weight``."""
+    name = key
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            name = name[len(prefix) :]
+            break
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part in _LEAVES:
+            leaf = _LEAVES[part]
+            if leaf == "lora_B" and parts[-1] == "bias":
+                leaf = "lora_B_bias"
+            return AdapterKey(".".join(parts[:i]), leaf)
+    return AdapterKey(name.rpartition(".")[0] if "." in name else name, "full")

@@ -1,0 +1,15 @@
+"""The on-disk layouts: one file each, one line here, asked in this order."""
+
+from __future__ import annotations
+
+from moegraft.adapters.layouts import linear, peft_fused, per_expert
+from moegraft.adapters.layouts.base import Layout, LayoutResult, ReadOptions
+
+#: Each takes the keys it understands and leaves the rest to the next.
+LAYOUTS: tuple[Layout, ...] = (
+    peft_fused.PeftFused(),
+    per_expert.PerExpert(),
+    linear.DenseLinear(),
+)
+
+__all__ = ["LAYOUTS", "Layout", "LayoutResult", "ReadOptions"]

@@ -1,0 +1,84 @@
+"""What a layout reader gets and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from moegraft.adapters.read import AdapterSource
+from moegraft.adapters.spec import ModelSpec
+from moegraft.types import SiteFactors
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """The caller's say where a file leaves room for doubt.
+
+    Attributes:
+        orientation: of 3-D expert parameters, see :mod:`moegraft.adapters.layouts.peft_fused`.
+            None = decide by evidence, refuse when there is none.
+        expert_b_layout: column order of a fused B. ``rank_major`` (PEFT) has the expert index
+            fastest; ``grouped_by_expert`` has one block of columns per expert. None = the file's
+            own marker, else PEFT's.
+        skip: regular expressions of tensor names to leave out; the report lists what they matched.
+    """
+
+    orientation: Literal["normal", "swapped"] | None = None
+    expert_b_layout: Literal["rank_major", "grouped_by_expert"] | None = None
+    skip: tuple[str, ...] = ()
+
+
+@dataclass
+class LayoutResult:
+    """What one reader made of the keys it understood.
+
+    Attributes:
+        factors: site name -> factors.
+        used: tensor names that are in ``factors``.
+        refused: tensor name -> why this layout can't serve it.
+        evidence: why the layout applies; "" when it found nothing.
+        notes: warnings for the report.
+    """
+
+    factors: dict[str, SiteFactors] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)
+    evidence: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def refuse(self, keys: Mapping[str, str] | list[str], reason: str) -> None:
+        """Refuse all ``keys`` for one reason."""
+        self.refused.update(dict.fromkeys(keys, reason))
+
+
+class Layout(Protocol):
+    """One on-disk layout."""
+
+    name: str
+
+    def read(
+        self, source: AdapterSource, pending: set[str], spec: ModelSpec, options: ReadOptions
+    ) -> LayoutResult:
+        """Claim the keys of ``pending`` that are in this layout.
+
+        Every key that looks like this layout must end in ``used`` or ``refused``.
+        """
+        ...
+
+
+def pair_up(
+    source: AdapterSource, pending: set[str]
+) -> dict[str, dict[str, tuple[str, torch.Tensor]]]:
+    """Group pending lora_A/lora_B tensors by module: module -> leaf -> (key, tensor).
+
+    A second tensor for the same module and leaf is left out, so it is refused in the end.
+    """
+    modules: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
+    for name in source.tensors:
+        key = source.keys[name]
+        if name in pending and key.leaf in ("lora_A", "lora_B"):
+            modules.setdefault(key.module, {}).setdefault(key.leaf, (name, source.tensors[name]))
+    return modules

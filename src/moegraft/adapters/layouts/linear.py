@@ -1,0 +1,72 @@
+"""Plain LoRA on dense linears and routers: ``<module>.lora_A.weight [r, in]``, ``lora_B [out, r]``.
+
+PEFT before 0.19.1 wrote some 2-D target parameters (routers) with in and out exchanged:
+A ``[r, out]``, B ``[in, r]``, ``dW = scale * (B @ A).T``; shapes tell.
+"""
+
+from __future__ import annotations
+
+from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, pair_up
+from moegraft.adapters.read import AdapterSource
+from moegraft.adapters.spec import ModelSpec
+from moegraft.types import LINEAR_PROJECTION, LoraFactor, SiteFactors
+
+
+class DenseLinear:
+    """Reader for linears: attention, dense MLPs, shared experts, routers."""
+
+    name = "linear"
+
+    def read(
+        self, source: AdapterSource, pending: set[str], spec: ModelSpec, options: ReadOptions
+    ) -> LayoutResult:
+        """See :class:`moegraft.adapters.layouts.base.Layout`."""
+        result = LayoutResult()
+        for module, parts in pair_up(source, pending).items():
+            keys = [key for key, _ in parts.values()]
+            site = spec.resolve(module)
+            if site is None or site.kind == "experts":
+                continue
+            if len(parts) != 2:
+                missing = ({"lora_A", "lora_B"} - set(parts)).pop()
+                result.refuse(keys, f"its partner {module}.{missing} is missing")
+                continue
+            lora_a, lora_b = parts["lora_A"][1], parts["lora_B"][1]
+            sizes = site.projections[0]
+            if site.name in result.factors:
+                result.refuse(keys, f"a second adapter for {site.name} in the same file")
+                continue
+            if lora_a.dim() != 2 or lora_b.dim() != 2 or lora_a.shape[0] != lora_b.shape[1]:
+                result.refuse(
+                    keys,
+                    f"A {tuple(lora_a.shape)}, B {tuple(lora_b.shape)} are not [r, in], [out, r]",
+                )
+                continue
+            rank = lora_a.shape[0]
+            shape = (lora_a.shape[1], lora_b.shape[0])
+            if shape == (sizes.out_features, sizes.in_features) and shape[0] != shape[1]:
+                lora_a, lora_b = lora_b.t(), lora_a.t()
+                result.notes.append(f"{module}: A and B are exchanged (an old PEFT); put right")
+            elif shape != (sizes.in_features, sizes.out_features):
+                result.refuse(
+                    keys,
+                    f"it is for a {shape[0]} -> {shape[1]} matrix, the model's {site.name} is "
+                    f"{sizes.in_features} -> {sizes.out_features}",
+                )
+                continue
+            scale = source.config.scale_for(module, rank)
+            if site.kind == "router":
+                # A router adapted through target_parameters is matched by its parameter's name.
+                scale = source.config.scale_for(_router_name(source, module), rank)
+            factor = LoraFactor(lora_a[None], lora_b[None], scale)
+            result.factors[site.name] = SiteFactors({LINEAR_PROJECTION: factor})
+            result.used.update(keys)
+        if result.used:
+            result.evidence = f"2-D factors on {len(result.factors)} linears or routers"
+        return result
+
+
+def _router_name(source: AdapterSource, module: str) -> str:
+    targets = source.config.target_parameters
+    parameter = f"{module}.weight"
+    return parameter if any(parameter.endswith(t) for t in targets) else module

@@ -1,0 +1,139 @@
+"""Per-expert 2-D factors, as transformers 4, vLLM, SGLang and many trainers write them.
+
+``...mlp.experts.3.gate_proj.lora_A.weight [r, H]``, ``.lora_B.weight [I, r]``, likewise
+``up_proj`` and ``down_proj``; Mixtral's names are ``w1`` (gate), ``w3`` (up), ``w2`` (down).
+Gate and up have their own A. Any subset of experts, layers and projections is fine; ranks may
+differ and are padded with zeros.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, pair_up
+from moegraft.adapters.read import AdapterSource
+from moegraft.adapters.spec import ModelSpec
+from moegraft.types import LoraFactor, Site, SiteFactors
+
+_PATH = re.compile(r"^(?P<experts>.*\bexperts)\.(?P<expert>\d+)\.(?P<projection>\w+)$")
+_NAMES = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
+
+#: (A, B, scale) of one expert's projection.
+_Entry = tuple[torch.Tensor, torch.Tensor, float]
+
+
+class PerExpert:
+    """Reader for one pair of 2-D factors per expert and projection."""
+
+    name = "per_expert"
+
+    def read(
+        self, source: AdapterSource, pending: set[str], spec: ModelSpec, options: ReadOptions
+    ) -> LayoutResult:
+        """See :class:`moegraft.adapters.layouts.base.Layout`."""
+        result = LayoutResult()
+        found: dict[str, dict[str, dict[int, _Entry]]] = {}
+        sites: dict[str, Site] = {}
+        for module, parts in pair_up(source, pending).items():
+            match = _PATH.match(module)
+            site = spec.resolve_experts(match["experts"]) if match else None
+            if match is None or site is None:
+                continue
+            keys = [key for key, _ in parts.values()]
+            expert, name = int(match["expert"]), _NAMES.get(match["projection"], "")
+            problem = _problem(site, expert, name, match["projection"], parts)
+            entries = found.setdefault(site.name, {}).setdefault(name, {})
+            if not problem and expert in entries:
+                problem = f"a second {name} factor for expert {expert} of {site.name}"
+            if problem:
+                result.refuse(keys, problem)
+                continue
+            lora_a, lora_b = parts["lora_A"][1], parts["lora_B"][1]
+            scale = source.config.scale_for(module, lora_a.shape[0])
+            entries[expert] = (lora_a, lora_b, scale)
+            sites[site.name] = site
+            result.used.update(keys)
+        for site_name, site in sites.items():
+            projections = {name: e for name, e in found[site_name].items() if e}
+            result.factors[site_name] = _stack(site, projections, result)
+        if result.used:
+            result.evidence = f"2-D factors per expert on {len(result.factors)} experts modules"
+        return result
+
+
+def _problem(
+    site: Site,
+    expert: int,
+    name: str,
+    projection: str,
+    parts: dict[str, tuple[str, torch.Tensor]],
+) -> str:
+    """Return why one expert's factors can't be used; "" when they can."""
+    if name not in {p.name for p in site.projections}:
+        known = ", ".join(p.name for p in site.projections)
+        return f"projection {projection!r} is not one of this model's ({known})"
+    if expert >= site.num_experts:
+        return f"expert {expert} does not exist: {site.name} has {site.num_experts}"
+    if len(parts) != 2:
+        missing = ({"lora_A", "lora_B"} - set(parts)).pop()
+        return f"its partner {missing} is missing"
+    lora_a, lora_b = parts["lora_A"][1], parts["lora_B"][1]
+    sizes = site.projection(name)
+    if lora_a.dim() != 2 or lora_b.dim() != 2 or lora_a.shape[0] != lora_b.shape[1]:
+        return f"A {tuple(lora_a.shape)} and B {tuple(lora_b.shape)} are not [r, in], [out, r]"
+    if (lora_a.shape[1], lora_b.shape[0]) != (sizes.in_features, sizes.out_features):
+        return (
+            f"it is for a {lora_a.shape[1]} -> {lora_b.shape[0]} matrix, {name} of {site.name} is "
+            f"{sizes.in_features} -> {sizes.out_features}"
+        )
+    return ""
+
+
+def _stack(
+    site: Site, projections: dict[str, dict[int, _Entry]], result: LayoutResult
+) -> SiteFactors:
+    """Stack experts into ``[entries, ..]``; experts without a projection get zeros there."""
+    experts = sorted({expert for entries in projections.values() for expert in entries})
+    factors = {
+        name: _stack_projection(site, name, entries, experts, result)
+        for name, entries in projections.items()
+    }
+    if len(experts) == site.num_experts:
+        return SiteFactors(factors)
+    expert_map = torch.full((site.num_experts,), -1, dtype=torch.int32)
+    expert_map[experts] = torch.arange(len(experts), dtype=torch.int32)
+    return SiteFactors(factors, expert_map)
+
+
+def _stack_projection(
+    site: Site, name: str, entries: dict[int, _Entry], experts: list[int], result: LayoutResult
+) -> LoraFactor:
+    first_a = next(iter(entries.values()))[0]
+    rank = max(lora_a.shape[0] for lora_a, _, _ in entries.values())
+    scales = {scale for _, _, scale in entries.values()}
+    scale = max(scales, key=abs)
+    # One scale per projection: experts that differ (rank_pattern on single experts) get theirs
+    # through B, computed in fp32.
+    dtype = first_a.dtype if len(scales) == 1 else torch.float32
+    if len(scales) > 1:
+        result.notes.append(f"{site.name} {name}: experts have different scales; B carries them")
+    sizes = site.projection(name)
+    a3 = torch.zeros(len(experts), rank, sizes.in_features, dtype=dtype)
+    b3 = torch.zeros(len(experts), sizes.out_features, rank, dtype=dtype)
+    for i, expert in enumerate(experts):
+        if expert in entries:
+            lora_a, lora_b, own_scale = entries[expert]
+            a3[i, : lora_a.shape[0]] = lora_a
+            b3[i, :, : lora_a.shape[0]] = lora_b
+            if own_scale != scale:
+                b3[i] *= own_scale / scale
+    return LoraFactor(a3, b3, scale)

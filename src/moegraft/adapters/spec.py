@@ -1,0 +1,107 @@
+"""What a model offers to adapters, and how a name in a file finds its place there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from moegraft.types import Site
+
+#: Path parts that mark other towers of a multimodal model; their keys never bind to text layers.
+OTHER_TOWERS = frozenset(
+    (
+        *("visual", "vision", "vision_tower", "vision_model", "vision_encoder", "image_encoder"),
+        *("audio", "audio_tower", "audio_encoder", "multi_modal_projector", "mm_projector"),
+    )
+)
+#: Older or foreign names of a path part -> the name in transformers 5.
+_SYNONYMS = {"block_sparse_moe": "mlp"}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The sites of one model.
+
+    Attributes:
+        sites: every place an adapter can attach, in model order.
+        refused: dotted path -> why an adapter can't attach there (output head, embeddings, ..).
+        name: the model, for messages.
+    """
+
+    sites: tuple[Site, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    name: str = "this model"
+
+    @cached_property
+    def _by_path(self) -> dict[str, Site]:
+        paths = {site.name: site for site in self.sites}
+        return {**{alias: s for s in self.sites for alias in s.aliases}, **paths}
+
+    @cached_property
+    def _by_suffix(self) -> dict[str, set[str]]:
+        """Path from ``layers.`` on -> full paths; only used where it is unique."""
+        found: dict[str, set[str]] = {}
+        for path in self._by_path:
+            found.setdefault(_layer_suffix(path), set()).add(self._by_path[path].name)
+        return found
+
+    @cached_property
+    def _experts_of_layer(self) -> dict[str, list[Site]]:
+        found: dict[str, list[Site]] = {}
+        for site in self.sites:
+            if site.kind == "experts":
+                found.setdefault(_layer(site.name), []).append(site)
+        return found
+
+    def resolve(self, path: str) -> Site | None:
+        """Find the site of a module path: by name, by alias, or by the part after ``layers.``."""
+        if path in self._by_path:
+            return self._by_path[path]
+        if is_other_tower(path):
+            return None
+        names = self._by_suffix.get(_layer_suffix(path), set())
+        return self._by_path[next(iter(names))] if len(names) == 1 else None
+
+    def resolve_experts(self, path: str) -> Site | None:
+        """Find the experts site of a path that ends in ``experts``.
+
+        Falls back on the layer: engines insert or drop path parts, but a layer with exactly one
+        experts module leaves no choice.
+        """
+        site = self.resolve(path)
+        if site is not None:
+            return site if site.kind == "experts" else None
+        layer = _layer(path)
+        if is_other_tower(path) or not layer or path.rpartition(".")[2] != "experts":
+            return None
+        candidates = self._experts_of_layer.get(layer, [])
+        return candidates[0] if len(candidates) == 1 else None
+
+    def why_not(self, path: str) -> str:
+        """Say why nothing at ``path`` takes an adapter."""
+        for known, reason in self.refused.items():
+            if path == known or _layer_suffix(path) == _layer_suffix(known):
+                return reason
+        if is_other_tower(path):
+            return "it belongs to another tower (vision or audio), which is not served"
+        return f"{self.name} has no such module"
+
+
+def is_other_tower(path: str) -> bool:
+    """True for paths inside a vision or audio tower."""
+    return not OTHER_TOWERS.isdisjoint(path.split("."))
+
+
+def _layer_suffix(path: str) -> str:
+    parts = [_SYNONYMS.get(part, part) for part in path.split(".")]
+    if "layers" in parts:
+        parts = parts[parts.index("layers") :]
+    return ".".join(part for part in parts if part != "language_model")
+
+
+def _layer(path: str) -> str:
+    """Return ``layers.N`` of a path, or "" when it has none."""
+    found = re.search(r"(?:^|\.)(layers\.\d+)\.", path)
+    return found.group(1) if found else ""

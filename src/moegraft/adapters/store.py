@@ -1,0 +1,261 @@
+"""The host store: adapters by name, and which of them are in the bank's slots."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from moegraft.adapters.bank import AdapterBank
+from moegraft.adapters.bind import BoundAdapter
+from moegraft.adapters.report import BindReport
+from moegraft.errors import AdapterError
+from moegraft.factors import PackedAdapter, pack_adapter
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What a caller may know about a stored adapter.
+
+    Attributes:
+        name: its name.
+        version: a number that is never used twice; changes with every load, so caches keyed by it
+            never serve an older content.
+        checksum: hexadecimal digest of the factors and scales as served.
+        report: how its tensors were bound.
+        slot: the bank slot it is in, None when it is only on the host.
+        num_bytes: bytes it takes in the bank.
+        pinned: True when it may not be evicted.
+    """
+
+    name: str
+    version: int
+    checksum: str
+    report: BindReport
+    slot: int | None
+    num_bytes: int
+    pinned: bool
+
+
+@dataclass
+class _Entry:
+    """A stored adapter's state; guarded by the store's lock."""
+
+    name: str
+    version: int
+    checksum: str
+    packed: PackedAdapter
+    report: BindReport
+    slot: int | None = None
+    pinned: bool = False
+    users: int = 0
+    last_use: int = 0
+    retired: bool = False
+
+
+class AdapterStore:
+    """Named adapters over one bank. Safe to use from several threads.
+
+    Adapters stay on the host until removed; the bank holds the most recently used ones. A slot
+    that a running batch uses is never reassigned: removing or replacing such an adapter takes its
+    name away at once and frees the slot when the last user is done.
+
+    Args:
+        bank: the device bank.
+    """
+
+    def __init__(self, bank: AdapterBank) -> None:
+        self._bank = bank
+        self._lock = threading.RLock()
+        self._entries: dict[str, _Entry] = {}
+        self._slots: list[_Entry | None] = [None] * bank.num_slots
+        self._versions = itertools.count(1)
+        self._clock = itertools.count(1)
+
+    def add(self, name: str, bound: BoundAdapter) -> AdapterInfo:
+        """Store an adapter; an existing one of that name is replaced by a new version.
+
+        Raises:
+            AdapterError: a bad name, or a rank over the bank's maximum. Nothing has changed then.
+        """
+        _check_name(name)
+        self._bank.check_rank(name, bound.report.max_rank)
+        pin = self._bank.device.type == "cuda"
+        packed = pack_adapter(bound.factors, self._bank.layout, self._bank.dtype, pin)
+        self._bank.check_fits(name, packed)
+        checksum = _checksum(packed)
+        with self._lock:
+            entry = _Entry(name, next(self._versions), checksum, packed, bound.report)
+            old = self._entries.get(name)
+            if old is not None:
+                entry.pinned = old.pinned
+            self._entries[name] = entry
+            if old is not None:
+                self._retire(old)
+            return self._info(entry)
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter: its name at once, its memory when no running batch uses it."""
+        with self._lock:
+            entry = self._entry(name)
+            del self._entries[name]
+            self._retire(entry)
+
+    def pin(self, name: str, pinned: bool = True) -> None:
+        """Keep an adapter in its slot (or let it be evicted again). Takes effect at its next use.
+
+        Raises:
+            AdapterError: unknown name, or every slot would be pinned by others.
+        """
+        with self._lock:
+            entry = self._entry(name)
+            others = sum(e.pinned for e in self._entries.values() if e is not entry)
+            if pinned and others >= self._bank.num_slots:
+                raise AdapterError(
+                    f"Can't pin {name!r}: {others} adapters are pinned already, the bank has "
+                    f"{self._bank.num_slots} slots."
+                )
+            entry.pinned = pinned
+
+    @contextmanager
+    def use(self, names: Iterable[str | None]) -> Iterator[Mapping[str, int]]:
+        """Bring adapters into slots and hold them there: name -> slot, None is left out.
+
+        Raises:
+            AdapterError: an unknown name, more distinct adapters than slots, or too few slots that
+                are neither in use nor pinned. Nothing has changed then.
+        """
+        with self._lock:
+            entries = self._acquire(sorted({name for name in names if name is not None}))
+        try:
+            yield {entry.name: entry.slot for entry in entries if entry.slot is not None}
+        finally:
+            with self._lock:
+                for entry in entries:
+                    entry.users -= 1
+                    self._drop_if_done(entry)
+
+    def info(self, name: str) -> AdapterInfo:
+        """Return what is known of an adapter; AdapterError for an unknown name."""
+        with self._lock:
+            return self._info(self._entry(name))
+
+    def infos(self) -> tuple[AdapterInfo, ...]:
+        """Return all stored adapters, in the order of their names."""
+        with self._lock:
+            return tuple(self._info(self._entries[name]) for name in sorted(self._entries))
+
+    def __contains__(self, name: object) -> bool:
+        with self._lock:
+            return name in self._entries
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._entries)
+
+    def _acquire(self, names: list[str]) -> list[_Entry]:
+        if len(names) > self._bank.num_slots:
+            raise AdapterError(
+                f"The batch uses {len(names)} different adapters ({', '.join(names)}), the bank "
+                f"has {self._bank.num_slots} slots: attach with max_adapters={len(names)} or split "
+                "the batch."
+            )
+        entries = [self._entry(name) for name in names]
+        missing = [entry for entry in entries if entry.slot is None]
+        victims = self._victims(len(missing), keep=entries)
+        acquired: list[_Entry] = []
+        try:
+            for entry in entries:
+                entry.users += 1
+                acquired.append(entry)
+                entry.last_use = next(self._clock)
+                if entry.slot is None:
+                    self._place(entry, victims.pop(0), keep=entries)
+        except AdapterError:
+            for entry in acquired:
+                entry.users -= 1
+            raise
+        return entries
+
+    def _evictable(self, keep: list[_Entry]) -> list[_Entry]:
+        """Resident adapters that nobody uses or pinned, the least recently used first."""
+        found = [
+            held
+            for held in self._slots
+            if held is not None and not held.users and not held.pinned and held not in keep
+        ]
+        return sorted(found, key=lambda entry: entry.last_use)
+
+    def _victims(self, count: int, keep: list[_Entry]) -> list[int]:
+        """Choose slots to fill: free ones first, then the least recently used."""
+        free = [slot for slot, held in enumerate(self._slots) if held is None]
+        chosen = free + [e.slot for e in self._evictable(keep) if e.slot is not None]
+        if len(chosen) < count:
+            raise AdapterError(
+                f"{count} adapters need a slot, but only {len(chosen)} of {self._bank.num_slots} "
+                "are free or evictable; the others are pinned or in use by running batches."
+            )
+        return chosen[:count]
+
+    def _place(self, entry: _Entry, slot: int, keep: list[_Entry]) -> None:
+        """Write an entry into a slot, evicting what is there; more, when the arena is full."""
+        held = self._slots[slot]
+        if held is not None:
+            self._vacate(held)
+        while not self._bank.has_room(entry.packed):
+            evictable = self._evictable(keep)
+            if not evictable:
+                break  # write() below says what is missing
+            self._vacate(evictable[0])
+        self._bank.write(slot, entry.name, entry.packed)
+        entry.slot = slot
+        self._slots[slot] = entry
+
+    def _vacate(self, entry: _Entry) -> None:
+        """Take an entry out of its slot; it stays on the host."""
+        assert entry.slot is not None
+        self._bank.clear(entry.slot)
+        self._slots[entry.slot] = None
+        entry.slot = None
+
+    def _retire(self, entry: _Entry) -> None:
+        entry.retired = True
+        self._drop_if_done(entry)
+
+    def _drop_if_done(self, entry: _Entry) -> None:
+        if entry.retired and not entry.users and entry.slot is not None:
+            self._vacate(entry)
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            known = ", ".join(sorted(self._entries)) or "none"
+            raise AdapterError(f"There is no adapter {name!r}; loaded: {known}.")
+        return self._entries[name]
+
+    def _info(self, entry: _Entry) -> AdapterInfo:
+        return AdapterInfo(
+            name=entry.name,
+            version=entry.version,
+            checksum=entry.checksum,
+            report=entry.report,
+            slot=entry.slot,
+            num_bytes=entry.packed.num_bytes,
+            pinned=entry.pinned,
+        )
+
+
+def _check_name(name: str) -> None:
+    """Names are labels, never paths; keep them printable and short."""
+    if not isinstance(name, str) or not name or len(name) > 256 or not name.isprintable():
+        raise AdapterError(f"{name!r} is not an adapter name: 1 to 256 printable characters.")
+
+
+def _checksum(packed: PackedAdapter) -> str:
+    digest = hashlib.blake2b(packed.row.numpy().tobytes(), digest_size=16)
+    digest.update(packed.data.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

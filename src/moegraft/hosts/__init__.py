@@ -1,0 +1,1 @@
+"""Hosts: thin layers that map an engine's names and weights to moegraft's. No maths here."""

@@ -1,0 +1,230 @@
+"""Attach moegraft to a transformers model, and take it off again without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from moegraft.adapters import (
+    AdapterBank,
+    AdapterInfo,
+    AdapterSource,
+    AdapterStore,
+    BindReport,
+    ReadOptions,
+    bind,
+    check_bound,
+    make_source,
+    read_adapter,
+)
+from moegraft.errors import MoegraftError, UnsupportedError
+from moegraft.hosts.transformers import experts as experts_host
+from moegraft.hosts.transformers.generate import Generation
+from moegraft.hosts.transformers.linear import hook_linear
+from moegraft.hosts.transformers.router import hook_router
+from moegraft.hosts.transformers.spec import model_spec
+from moegraft.hosts.transformers.state import StepState
+from moegraft.layer import LinearLora, MoeLoraLayer
+
+_ATTACHED = "_moegraft_graft"
+
+
+class Graft(Generation):
+    """A transformers model with adapters attached; made by :func:`attach`.
+
+    The model's weights are never copied, merged or changed. Calling ``graft.model`` directly is
+    the base model.
+
+    Attributes:
+        model: the model itself.
+        spec: the places where adapters attach.
+        store: the adapters by name.
+        bank: the slots.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_adapters: int,
+        max_rank: int,
+        arena_bytes: int | None,
+        backend: str | None,
+    ) -> None:
+        self.model: Any = model
+        self.spec = model_spec(model)
+        parameter = next(model.parameters())
+        self.bank = AdapterBank(
+            self.spec.sites,
+            num_slots=max_adapters,
+            max_rank=max_rank,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            arena_bytes=arena_bytes,
+        )
+        self.store = AdapterStore(self.bank)
+        self._state = StepState()
+        self._handles: list[RemovableHandle] = []
+        self._experts: list[nn.Module] = []
+        self.layers: dict[str, MoeLoraLayer] = {}
+        self._install(backend)
+
+    def load(self, name: str, path: str | Path, options: ReadOptions | None = None) -> AdapterInfo:
+        """Read an adapter folder and make it available under a name.
+
+        A second load under the same name replaces the first by a new version; batches that are
+        running keep the old one to their end.
+
+        Args:
+            name: any printable label.
+            path: a PEFT adapter folder (``adapter_model.safetensors`` + ``adapter_config.json``).
+            options: the caller's say where the file leaves room for doubt.
+
+        Raises:
+            AdapterError: it can't be read, bound in full, or is over the bank's limits. Nothing
+                has changed then.
+        """
+        return self._add(name, read_adapter(path), options)
+
+    def load_tensors(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        config: Mapping[str, Any],
+        options: ReadOptions | None = None,
+    ) -> AdapterInfo:
+        """Like :meth:`load`, from live tensors and the JSON of an adapter_config."""
+        return self._add(name, make_source(tensors, config, f"tensors for {name!r}"), options)
+
+    def _add(self, name: str, source: AdapterSource, options: ReadOptions | None) -> AdapterInfo:
+        self._check_attached()
+        bound = bind(source, self.spec, options)
+        check_bound(bound.report, self.spec)
+        return self.store.add(name, bound)
+
+    def check(self, path: str | Path, options: ReadOptions | None = None) -> BindReport:
+        """Report how an adapter folder would bind to this model, without loading it."""
+        return bind(read_adapter(path), self.spec, options).report
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter and free its memory; AdapterError for an unknown name."""
+        self.store.remove(name)
+
+    def pin(self, name: str, pinned: bool = True) -> None:
+        """Keep an adapter resident, or let it be evicted again."""
+        self.store.pin(name, pinned)
+
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """All loaded adapters."""
+        return self.store.infos()
+
+    def detach(self) -> None:
+        """Restore the model exactly as it was; loaded adapters are dropped. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module in self._experts:
+            experts_host.set_graft(module, None)
+        if self._experts:
+            self.model.set_experts_implementation(self._previous_implementation)
+        self._experts.clear()
+        self.layers.clear()
+        self.model.__dict__.pop(_ATTACHED, None)
+        for info in self.store.infos():
+            self.store.remove(info.name)
+
+    def _check_attached(self) -> None:
+        if self.model.__dict__.get(_ATTACHED) is not self:
+            raise MoegraftError("This graft was detached; call moegraft.attach(model) again.")
+
+    def _install(self, backend: str | None) -> None:
+        # Everything that can be refused is built before the model is touched.
+        layers: list[tuple[str, nn.Module, MoeLoraLayer]] = []
+        linears: list[Callable[[], list[RemovableHandle]]] = []
+        for site in self.spec.sites:
+            module: Any = self.model.get_submodule(site.name)
+            table = self.bank.site_table(site.name)
+            if site.kind == "experts":
+                weights = experts_host.expert_weights(site.name, module)
+                layers.append((site.name, module, MoeLoraLayer(weights, table, backend=backend)))
+                continue
+            lora = LinearLora(table, module.weight.dtype, module.weight.device, backend)
+            linears.append(_hook_later(site.kind, site.name, module, lora, self._state))
+        if layers:
+            self._use_experts(layers)
+        for install in linears:
+            self._handles += install()
+        hook = self._state.before_forward
+        self._handles.append(self.model.register_forward_pre_hook(hook, with_kwargs=True))
+        after = self._state.after_forward
+        self._handles.append(self.model.register_forward_hook(after, always_call=True))
+        self.model.__dict__[_ATTACHED] = self
+
+    def _use_experts(self, layers: Sequence[tuple[str, nn.Module, MoeLoraLayer]]) -> None:
+        experts_host.register()
+        self._previous_implementation = self.model.get_experts_implementation()
+        self.model.set_experts_implementation(experts_host.IMPLEMENTATION)
+        for name, module, layer in layers:
+            experts_host.set_graft(module, experts_host.ExpertsGraft(layer, self._state))
+            self._experts.append(module)
+            self.layers[name] = layer
+
+
+def _hook_later(
+    kind: str, path: str, module: nn.Module, lora: LinearLora, state: StepState
+) -> Callable[[], list[RemovableHandle]]:
+    if kind == "router":
+        return lambda: hook_router(path, module, lora, state)
+    return lambda: hook_linear(module, lora, state)
+
+
+def attach(
+    model: Any,
+    *,
+    max_adapters: int = 8,
+    max_rank: int = 64,
+    arena_bytes: int | None = None,
+    backend: str | None = None,
+) -> Graft:
+    """Attach moegraft to a transformers model with Mixture-of-Experts layers.
+
+    Nothing of transformers is patched: experts go through its registry, linears and routers get
+    forward hooks. ``graft.detach()`` restores the model exactly.
+
+    Args:
+        model: a transformers ``PreTrainedModel`` in eval use, fp32, bf16 or fp16.
+        max_adapters: adapters that can be live in one batch (slots); more can be loaded.
+        max_rank: largest LoRA rank that may be loaded.
+        arena_bytes: fixed memory for factors; None = grow as needed.
+        backend: force a backend by name; None = chosen by the plan.
+
+    Returns:
+        The graft, with ``load``, ``generate``, ``forward``, ``unload`` and ``detach``.
+
+    Raises:
+        UnsupportedError: the model has no such interface, is already attached, or has experts that
+            no backend can run; says which and why. The model is unchanged then.
+        PlanError: no backend for its dtype and device.
+    """
+    if not hasattr(model, "set_experts_implementation"):
+        raise UnsupportedError(
+            f"{type(model).__name__} has no experts interface; attach() takes a transformers "
+            "PreTrainedModel (transformers >= 5.17)."
+        )
+    if _ATTACHED in model.__dict__:
+        raise UnsupportedError(
+            "This model is already attached; use that graft, or detach() it first."
+        )
+    return Graft(
+        model,
+        max_adapters=max_adapters,
+        max_rank=max_rank,
+        arena_bytes=arena_bytes,
+        backend=backend,
+    )

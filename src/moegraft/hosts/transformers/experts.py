@@ -1,0 +1,147 @@
+"""Experts modules of transformers on moegraft's layer, through the experts registry."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from moegraft.activations import apply_activation
+from moegraft.env import logger
+from moegraft.errors import MoegraftError, UnsupportedError
+from moegraft.hosts.transformers.spec import weight_layout
+from moegraft.hosts.transformers.state import StepState
+from moegraft.layer import MoeLoraLayer
+from moegraft.types import Activation, ActivationKind, ExpertWeights, WeightLayout
+
+#: Name under which the forward is registered and that models carry while attached.
+IMPLEMENTATION = "moegraft"
+#: Attribute of an experts module that holds its :class:`ExpertsGraft` while attached.
+_GRAFT = "_moegraft_experts"
+
+_SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KINDS: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+
+class ExpertsGraft:
+    """One attached experts module: its layer and where this step's slots are."""
+
+    def __init__(self, layer: MoeLoraLayer, state: StepState) -> None:
+        self.layer = layer
+        self.state = state
+
+    def __call__(
+        self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            _warn_no_gradients()
+        with torch.no_grad():
+            return self.layer(hidden, topk_ids, topk_weights, self.state.current)
+
+
+@cache
+def _warn_no_gradients() -> None:
+    logger.warning(
+        "An attached model runs with gradients enabled: moegraft is for inference, no gradient "
+        "reaches the experts. Use torch.no_grad(), or detach() before training."
+    )
+
+
+def experts_forward(
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The registered experts function: ``[N, H], [N, K], [N, K] -> [N, H]``."""
+    graft = module.__dict__.get(_GRAFT)
+    if graft is None:
+        raise MoegraftError(
+            f"A model runs experts_implementation={IMPLEMENTATION!r} but its "
+            f"{type(module).__name__} is not attached: call moegraft.attach(model)."
+        )
+    output: torch.Tensor = graft(hidden_states, top_k_index, top_k_weights)
+    return output
+
+
+def register() -> None:
+    """Add :func:`experts_forward` to transformers' registry; safe to call again."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(IMPLEMENTATION, experts_forward)
+
+
+def set_graft(module: nn.Module, graft: ExpertsGraft | None) -> None:
+    """Attach a graft to an experts module, or take it off again."""
+    if graft is None:
+        module.__dict__.pop(_GRAFT, None)
+    else:
+        module.__dict__[_GRAFT] = graft
+
+
+def expert_weights(path: str, module: Any) -> ExpertWeights:
+    """Wrap an experts module's parameters, in place, without copies.
+
+    Raises:
+        UnsupportedError: a dtype, or a norm behind the experts, that has no implementation.
+    """
+    layout = weight_layout(module)
+    gate_up = module.gate_up_proj if layout.gated else module.up_proj
+    if gate_up.dtype not in _SERVED_DTYPES:
+        raise UnsupportedError(
+            f"{path} holds {gate_up.dtype} weights; this version serves float32, bfloat16 and "
+            "float16. Load the model dequantised, with dtype=torch.bfloat16."
+        )
+    if getattr(module, "has_post_expert_norm", False):
+        raise UnsupportedError(f"{path} has a norm behind its experts, which is not served yet.")
+    bias_name = "gate_up_proj_bias" if layout.gated else "up_proj_bias"
+    return ExpertWeights(
+        gate_up=gate_up.detach(),
+        down=module.down_proj.detach(),
+        gate_up_bias=_detached(module, bias_name),
+        down_bias=_detached(module, "down_proj_bias"),
+        activation=find_activation(module, layout),
+        layout=layout,
+    )
+
+
+def _detached(module: Any, name: str) -> torch.Tensor | None:
+    parameter = getattr(module, name, None) if module.has_bias else None
+    return None if parameter is None else parameter.detach()
+
+
+def find_activation(module: Any, layout: WeightLayout) -> Activation:
+    """Recognise a module's activation by running it on probe values.
+
+    The host's own function is the authority: a known formula is used only if it gives the same
+    numbers; otherwise the host's function itself is called on the packed rows.
+    """
+    width = 16
+    generator = torch.Generator().manual_seed(0)
+    # Wide enough to reach the clamps of gpt_oss-like activations.
+    probe = torch.randn(64, width * (2 if layout.gated else 1), generator=generator) * 8
+    function = module._apply_gate if layout.gated else module.act_fn
+    device = module.down_proj.device
+    with torch.no_grad():
+        expected = function(probe.to(device)).float().cpu()
+        for candidate in _candidates(module):
+            found = apply_activation(probe, candidate, layout, width)
+            if torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
+                return candidate
+    return Activation("custom", custom=function)
+
+
+def _candidates(module: nn.Module) -> list[Activation]:
+    found = [Activation(kind) for kind in _KINDS]
+    for prefix in ("", "swiglu_"):
+        limit = getattr(module, f"{prefix}limit", None)
+        alpha = getattr(module, f"{prefix}alpha", None)
+        if isinstance(limit, (int, float)):
+            for kind in _KINDS:
+                found.append(Activation(kind, limit=float(limit)))
+            if isinstance(alpha, (int, float)):
+                for shift in (1.0, 0.0):
+                    found.append(Activation("silu", float(limit), float(alpha), shift))
+    return found

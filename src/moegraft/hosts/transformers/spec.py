@@ -1,0 +1,98 @@
+"""Find the places of a transformers model where adapters can attach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from moegraft.adapters.spec import ModelSpec, is_other_tower
+from moegraft.errors import UnsupportedError
+from moegraft.types import GateUpOrder, Site, WeightLayout, expert_site, linear_site
+
+
+def is_experts_module(module: nn.Module) -> bool:
+    """True for modules that dispatch through transformers' experts interface."""
+    return all(
+        hasattr(module, a) for a in ("has_gate", "is_transposed", "_apply_gate", "down_proj")
+    )
+
+
+def weight_layout(module: Any) -> WeightLayout:
+    """Return how an experts module packs gate and up."""
+    if not module.has_gate:
+        return WeightLayout("no_gate", not module.is_transposed)
+    order: GateUpOrder = "gate_first" if module.is_concatenated else "interleaved"
+    return WeightLayout(order, not module.is_transposed)
+
+
+def router_names(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (path, module, path of its experts) of routers that own a plain ``weight`` [E, H]."""
+    for path, module in model.named_modules():
+        experts = getattr(module, "experts", None)
+        if not isinstance(experts, nn.Module) or not is_experts_module(experts):
+            continue
+        num_experts, hidden, _ = _expert_sizes(experts)
+        for name, child in module.named_children():
+            weight = child._parameters.get("weight")
+            if isinstance(child, nn.Linear) or weight is None:
+                continue
+            if tuple(weight.shape) == (num_experts, hidden):
+                yield f"{path}.{name}", child, f"{path}.experts"
+
+
+def _expert_sizes(module: Any) -> tuple[int, int, int]:
+    """Return (E, H, I) from the down weights."""
+    down = module.down_proj
+    num_experts, first, second = down.shape
+    return (num_experts, second, first) if module.is_transposed else (num_experts, first, second)
+
+
+def model_spec(model: nn.Module) -> ModelSpec:
+    """Describe a model (real or on the meta device) to adapters.
+
+    Raises:
+        UnsupportedError: the model shards its experts over ranks.
+    """
+    names: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(path)
+    head = _module_id(model, "get_output_embeddings")
+    sites: list[Site] = []
+    refused: dict[str, str] = {}
+    routers = {path for path, _, _ in router_names(model)}
+    for path, module in model.named_modules():
+        aliases = tuple(names[id(module)][1:])
+        if is_other_tower(path):
+            continue
+        if is_experts_module(module):
+            if getattr(module, "_is_expert_parallel", False):
+                raise UnsupportedError(
+                    f"{path} is sharded by expert parallelism, which this host does not serve yet."
+                )
+            site = expert_site(path, *_expert_sizes(module), weight_layout(module))
+        elif path in routers:
+            num_experts, hidden = module.weight.shape
+            site = linear_site(path, hidden, num_experts, "router")
+        elif id(module) == head:
+            refused[path] = "it is the output head; LoRA on it is not served"
+            continue
+        elif isinstance(module, nn.Linear):
+            site = linear_site(path, module.in_features, module.out_features)
+        else:
+            if isinstance(module, nn.Embedding):
+                refused[path] = "it is an embedding; LoRA on embeddings is not served"
+            continue
+        sites.append(_with_aliases(site, aliases))
+    return ModelSpec(tuple(sites), refused, f"this {type(model).__name__}")
+
+
+def _with_aliases(site: Site, aliases: tuple[str, ...]) -> Site:
+    return Site(site.name, site.kind, site.projections, site.num_experts, site.layout, aliases)
+
+
+def _module_id(model: nn.Module, getter: str) -> int | None:
+    get = getattr(model, getter, None)
+    module = get() if callable(get) else None
+    return None if module is None else id(module)
