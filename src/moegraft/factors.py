@@ -22,10 +22,11 @@ One contiguous row per slot holds both, so one stream-ordered copy flips all lay
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from moegraft.check import checked_site
 from moegraft.types import LoraFactor, Site, SiteFactors
 
 UNIT_BYTES = 16
@@ -142,7 +143,7 @@ def pack_adapter(
     """Lay an adapter's factors out as the arena holds them.
 
     Args:
-        factors: site name -> factors; every name must be a site of ``layout``.
+        factors: site name -> factors; AdapterError when one does not fit a site of ``layout``.
         layout: the model's table layout.
         dtype: dtype of the arena; factors are cast once, here.
         pin_memory: put ``data`` in page-locked memory, for asynchronous copies to a GPU.
@@ -160,10 +161,9 @@ def pack_adapter(
         return offset * dtype.itemsize // UNIT_BYTES, expert_stride, row_stride
 
     row = empty_row(layout)
-    by_name = {site.name: site for site in layout.sites}
     max_rank = 0
     for name, site_factors in factors.items():
-        site = by_name[name]
+        site = checked_site(layout.sites, name, site_factors)
         records = layout.records(row, site)
         previous: LoraFactor | None = None
         for i, projection in enumerate(site.projections):
@@ -209,12 +209,15 @@ class Arena:
     Attributes:
         data: 1-D tensor that every offset counts from. Replaced only while a bank may still grow;
             a frozen bank never moves it.
+        version: goes up with every change of the table or the arena's address, so that host-side
+            backends can keep what they decoded.
     """
 
     data: torch.Tensor
+    version: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SiteTable:
     """One site's view of the factors of all slots; the table's addresses never change.
 
@@ -223,12 +226,14 @@ class SiteTable:
         arena: where the factors are.
         records: int64 ``[S, projections, 8]``, as the table at the top of this file says.
         expert_map: int32 ``[S, E]``, or None for linears and routers.
+        host_cache: what host-side backends decoded, each under its own name.
     """
 
     site: Site
     arena: Arena
     records: torch.Tensor
     expert_map: torch.Tensor | None
+    host_cache: dict[str, object] = field(default_factory=dict, repr=False)
 
     @property
     def num_slots(self) -> int:

@@ -14,7 +14,7 @@ from moegraft.errors import MoegraftError
 from moegraft.factors import SiteTable
 from moegraft.plan import Plan, make_plan
 from moegraft.problem import Problem
-from moegraft.types import ExpertWeights, TokenSlots
+from moegraft.types import ExpertWeights, TokenSlots, expert_site
 
 
 class MoeLoraLayer:
@@ -41,11 +41,8 @@ class MoeLoraLayer:
         backend: str | None = None,
     ) -> None:
         check_activation(weights.activation)
-        if table is not None and table.site.num_experts != weights.num_experts:
-            raise MoegraftError(
-                f"The factor table is for {table.site.num_experts} experts, the weights hold "
-                f"{weights.num_experts}."
-            )
+        if table is not None:
+            _check_table(table, weights)
         self.weights = weights
         self.table = table
         self.expert_offset = expert_offset
@@ -95,14 +92,12 @@ class MoeLoraLayer:
             assert table is not None and slots is not None
             halves = [weights.layout.columns(side, weights.intermediate) for side in self._sides]
             outs = tuple(gate_up[:, columns] for columns in halves)
-            ranks = stages.lora_shrink(x_TH, table, self._sides, perm, slots)
-            stages.lora_expand(ranks, table, self._sides, perm, outs)
+            stages.lora_shrink_expand(x_TH, table, self._sides, perm, slots, outs)
         h = stages.activation(gate_up, weights)
         y = stages.down(h, weights, perm)
         if lora:
             assert table is not None and slots is not None
-            ranks = stages.lora_shrink(h, table, ("down",), perm, slots)
-            stages.lora_expand(ranks, table, ("down",), perm, (y,))
+            stages.lora_shrink_expand(h, table, ("down",), perm, slots, (y,))
         out = stages.finalize(y, topk_weights, perm, self.routed_scaling_factor)
         return out.to(x_TH.dtype)
 
@@ -113,20 +108,46 @@ class MoeLoraLayer:
         topk_weights: torch.Tensor,
         slots: TokenSlots | None,
     ) -> None:
-        num_tokens = x_TH.shape[0]
         if x_TH.dim() != 2 or x_TH.shape[1] != self.weights.hidden:
             raise MoegraftError(
                 f"x has shape {tuple(x_TH.shape)}; expected [T, {self.weights.hidden}]."
             )
-        if topk_ids.shape != topk_weights.shape or topk_ids.shape[:1] != x_TH.shape[:1]:
+        num_tokens = x_TH.shape[0]
+        shape = topk_ids.shape
+        if topk_weights.shape != shape or len(shape) != 2 or shape[0] != num_tokens:
             raise MoegraftError(
-                f"topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} "
+                f"topk_ids {tuple(shape)} and topk_weights {tuple(topk_weights.shape)} "
                 f"must both be [T, K] with T = {num_tokens}, the rows of x."
             )
+        if topk_ids.dtype not in (torch.int32, torch.int64):
+            raise MoegraftError(f"topk_ids are {topk_ids.dtype}; expected int32 or int64.")
         if slots is not None and slots.num_tokens != num_tokens:
             raise MoegraftError(
                 f"The batch has {num_tokens} tokens but {slots.num_tokens} adapter slots."
             )
+        if slots is not None and self.table is not None:
+            _check_live(slots, self.table)
+
+
+def _check_table(table: SiteTable, weights: ExpertWeights) -> None:
+    """Raise unless the table was made for experts of these sizes."""
+    sizes = (weights.num_experts, weights.hidden, weights.intermediate, weights.layout)
+    site = table.site
+    if (site.num_experts, site.projections) != (sizes[0], expert_site("", *sizes).projections):
+        found = ", ".join(f"{p.name} {p.in_features}->{p.out_features}" for p in site.projections)
+        raise MoegraftError(
+            f"The factor table is for {site.num_experts} experts with {found}; the weights hold "
+            f"{sizes[0]} experts with H={sizes[1]}, I={sizes[2]}, {sizes[3].gate_up_order}."
+        )
+
+
+def _check_live(slots: TokenSlots, table: SiteTable) -> None:
+    """Raise when a token's slot is not in the table."""
+    if slots.live and slots.live[-1] >= table.num_slots:
+        raise MoegraftError(
+            f"{table.site.name}: a token uses adapter slot {slots.live[-1]}, the factor table has "
+            f"{table.num_slots} slots."
+        )
 
 
 class LinearLora:
@@ -178,12 +199,20 @@ class LinearLora:
             slots: adapter slot per row.
 
         Raises:
-            MoegraftError: the number of rows and of slots disagree.
+            MoegraftError: rows, widths or slots disagree.
         """
         if not (out.shape[0] == x.shape[0] == slots.num_tokens):
             raise MoegraftError(
                 f"{self.table.site.name}: {x.shape[0]} input rows, {out.shape[0]} output rows and "
                 f"{slots.num_tokens} adapter slots must be equal."
             )
+        sizes = self.table.site.projections[0]
+        if (x.shape[1:], out.shape[1:]) != ((sizes.in_features,), (sizes.out_features,)):
+            raise MoegraftError(
+                f"{self.table.site.name}: x has shape {tuple(x.shape)} and out "
+                f"{tuple(out.shape)}; expected [T, {sizes.in_features}] and "
+                f"[T, {sizes.out_features}]."
+            )
+        _check_live(slots, self.table)
         if slots.live:
             self.plan(x.shape[0]).stages.linear_lora(x, self.table, slots, out)

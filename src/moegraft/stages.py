@@ -12,6 +12,7 @@ Letters are those of :mod:`moegraft.types`; ``N`` is the number of local pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -28,7 +29,9 @@ class Permutation:
         row_to_pair: int64 ``[N]``, sorted by expert, stable in the pair number.
         row_to_token: int64 ``[N]``, ``row_to_pair // K``.
         row_to_expert: int64 ``[N]``, local expert ids, ascending.
-        expert_offsets: E+1 ints; rows ``[offsets[e], offsets[e+1])`` belong to local expert e.
+        pair_to_row: int64 ``[P]``, the inverse of row_to_pair; -1 for pairs that are not local.
+        pair_to_expert: int64 ``[P]`` local expert ids; outside ``[0, E)`` where not local.
+        expert_ends: int32 ``[E]``; rows ``[ends[e-1], ends[e])`` belong to local expert e.
         row_to_slot: int64 ``[N]`` adapter slot, -1 none; None for a base-only batch.
         num_tokens: T.
         top_k: K.
@@ -36,13 +39,15 @@ class Permutation:
     The order never depends on adapters, so base results keep their bits whatever is live.
 
     Example: topk_ids [[2, 0], [-1, 2]] with E=3: row_to_pair [1, 0, 3], row_to_expert [0, 2, 2],
-    expert_offsets [0, 1, 1, 3].
+    pair_to_row [1, 0, -1, 2], expert_ends [1, 1, 3], expert_offsets (0, 1, 1, 3).
     """
 
     row_to_pair: torch.Tensor
     row_to_token: torch.Tensor
     row_to_expert: torch.Tensor
-    expert_offsets: tuple[int, ...]
+    pair_to_row: torch.Tensor
+    pair_to_expert: torch.Tensor
+    expert_ends: torch.Tensor
     row_to_slot: torch.Tensor | None
     num_tokens: int
     top_k: int
@@ -51,6 +56,11 @@ class Permutation:
     def num_rows(self) -> int:
         """N."""
         return self.row_to_pair.shape[0]
+
+    @cached_property
+    def expert_offsets(self) -> tuple[int, ...]:
+        """E+1 ints on the host: 0 and ``expert_ends``."""
+        return (0, *self.expert_ends.tolist())
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,18 @@ class Stages(Protocol):
         outs: tuple[torch.Tensor, ...],
     ) -> None:
         """``outs[i][n] += scale * B[slot_n, e_n] S[n]`` in place, fp32 views ``[N, out]``."""
+        ...
+
+    def lora_shrink_expand(
+        self,
+        rows: torch.Tensor,
+        table: SiteTable,
+        projections: tuple[str, ...],
+        perm: Permutation,
+        slots: TokenSlots,
+        outs: tuple[torch.Tensor, ...],
+    ) -> None:
+        """The run lora_shrink, lora_expand; a backend may fuse the two."""
         ...
 
     def linear_lora(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -311,12 +311,14 @@ class TokenSlots:
     Attributes:
         slots: int32 ``[T]``, -1 = base only.
         live: the distinct slots >= 0, ascending, known on the host; empty = base-only batch.
+        cache: what host-side backends derived from the slots, kept for the batch's later steps.
 
     Example: four tokens, the last two on slot 3: ``slots = [-1, -1, 3, 3]``, ``live = (3,)``.
     """
 
     slots: torch.Tensor
     live: tuple[int, ...]
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(slots: list[int] | torch.Tensor, device: torch.device | str = "cpu") -> TokenSlots:

@@ -23,7 +23,12 @@ class FreeList:
         return max((end - start for start, end in self._free), default=0)
 
     def allocate(self, units: int) -> int | None:
-        """Return the start of a free range of ``units``, or None when none is large enough."""
+        """Return the start of a free range of ``units``, or None when none is large enough.
+
+        Nothing (0 units) always fits, even when nothing is free.
+        """
+        if not units:
+            return 0
         for i, (start, end) in enumerate(self._free):
             if end - start >= units:
                 if end - start == units:

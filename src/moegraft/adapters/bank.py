@@ -138,12 +138,14 @@ class AdapterBank:
         first = start * UNIT_BYTES // self.dtype.itemsize
         self._arena.data[first : first + packed.data.numel()].copy_(packed.data, non_blocking=True)
         self.table[slot].copy_(packed.relocated(start, self.layout), non_blocking=True)
+        self._arena.version += 1
         self._free_region(slot)
         self._regions[slot] = (start, units)
 
     def clear(self, slot: int) -> None:
         """Empty a slot: its row says "no delta", its region is free again."""
         self.table[slot].copy_(self._empty)
+        self._arena.version += 1
         self._free_region(slot)
 
     def _free_region(self, slot: int) -> None:
@@ -173,4 +175,5 @@ class AdapterBank:
         arena = self._new_arena(capacity)
         arena[: self._arena.data.numel()].copy_(self._arena.data)
         self._arena.data = arena
+        self._arena.version += 1
         self._free.grow(capacity)

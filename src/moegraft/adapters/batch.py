@@ -36,8 +36,8 @@ class RowSlots:
         """
         key = (rows, tokens_per_row)
         if key not in self._cache:
-            repeat, rest = divmod(rows, len(self.slots))
-            if rest or not repeat:
+            repeat, rest = divmod(rows, max(len(self.slots), 1))
+            if rest or not repeat or not self.slots:
                 raise AdapterError(
                     f"The forward has {rows} rows, but adapters were given for {len(self.slots)}: "
                     "each row (or group of beams) needs one adapter name or None."

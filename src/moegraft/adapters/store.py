@@ -176,7 +176,7 @@ class AdapterStore:
                 entry.last_use = next(self._clock)
                 if entry.slot is None:
                     self._place(entry, victims.pop(0), keep=entries)
-        except AdapterError:
+        except BaseException:
             for entry in acquired:
                 entry.users -= 1
             raise

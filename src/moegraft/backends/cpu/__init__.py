@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from moegraft.backends.cpu import base, lora
-from moegraft.backends.cpu.lora import LoraMethod
+from moegraft.backends.cpu import base, lora_gathered, lora_segments
+from moegraft.backends.cpu.linear_lora import linear_lora
 from moegraft.backends.cpu.permute import permute
 from moegraft.factors import SiteTable
 from moegraft.problem import Problem
-from moegraft.stages import Permutation, RankVectors
+from moegraft.stages import Permutation
 from moegraft.types import TokenSlots
+
+LoraMethod = Literal["gathered", "segments"]
 
 #: Above this many rows, reading each factor once beats gathering a copy per row.
 MAX_GATHERED_ROWS = 64
@@ -20,7 +23,10 @@ MAX_GATHERED_ROWS = 64
 
 @dataclass(frozen=True)
 class CpuStages:
-    """The stage functions of :class:`moegraft.stages.Stages`, with the LoRA method fixed."""
+    """The stage functions of :class:`moegraft.stages.Stages`, with the LoRA method fixed.
+
+    ``gathered`` fuses lora_shrink and lora_expand, ``segments`` runs one after the other.
+    """
 
     lora_method: LoraMethod
 
@@ -29,24 +35,30 @@ class CpuStages:
     activation = staticmethod(base.activation)
     down = staticmethod(base.down)
     finalize = staticmethod(base.finalize)
-    lora_expand = staticmethod(lora.lora_expand)
+    lora_shrink = staticmethod(lora_segments.lora_shrink)
+    lora_expand = staticmethod(lora_segments.lora_expand)
 
-    def lora_shrink(
+    def lora_shrink_expand(
         self,
         rows: torch.Tensor,
         table: SiteTable,
         projections: tuple[str, ...],
         perm: Permutation,
         slots: TokenSlots,
-    ) -> RankVectors:
-        """See :meth:`moegraft.stages.Stages.lora_shrink`."""
-        return lora.lora_shrink(rows, table, projections, perm, slots, self.lora_method)
+        outs: tuple[torch.Tensor, ...],
+    ) -> None:
+        """See :meth:`moegraft.stages.Stages.lora_shrink_expand`."""
+        if self.lora_method == "gathered":
+            lora_gathered.lora_shrink_expand(rows, table, projections, perm, slots, outs)
+        else:
+            ranks = self.lora_shrink(rows, table, projections, perm, slots)
+            self.lora_expand(ranks, table, projections, perm, outs)
 
     def linear_lora(
         self, x: torch.Tensor, table: SiteTable, slots: TokenSlots, out: torch.Tensor
     ) -> None:
         """See :meth:`moegraft.stages.Stages.linear_lora`."""
-        lora.linear_lora(x, table, slots, out, self.lora_method)
+        linear_lora(x, table, slots, out, gathered=self.lora_method == "gathered")
 
 
 def supports(problem: Problem) -> str | None:

@@ -13,7 +13,7 @@ from moegraft.types import ExpertWeights
 def gate_up(x_TH: torch.Tensor, weights: ExpertWeights, perm: Permutation) -> torch.Tensor:
     """See :meth:`moegraft.stages.Stages.gate_up`."""
     rows = x_TH[perm.row_to_token].float()
-    return grouped_mm(rows, weights.gate_up_oi, weights.gate_up_bias, perm.expert_offsets)
+    return grouped_mm(rows, weights.gate_up_oi, weights.gate_up_bias, perm)
 
 
 def activation(gate_up: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
@@ -24,7 +24,7 @@ def activation(gate_up: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
 
 def down(h_NI: torch.Tensor, weights: ExpertWeights, perm: Permutation) -> torch.Tensor:
     """See :meth:`moegraft.stages.Stages.down`."""
-    return grouped_mm(h_NI.float(), weights.down_oi, weights.down_bias, perm.expert_offsets)
+    return grouped_mm(h_NI.float(), weights.down_oi, weights.down_bias, perm)
 
 
 def finalize(
@@ -34,10 +34,8 @@ def finalize(
     row_weights = topk_weights.reshape(-1)[perm.row_to_pair].float()
     y_NH = y_NH * row_weights[:, None]
     if perm.num_rows == perm.num_tokens * perm.top_k:
-        pair_to_row = torch.empty_like(perm.row_to_pair)
-        pair_to_row[perm.row_to_pair] = torch.arange(perm.num_rows)
         shape = (perm.num_tokens, perm.top_k, y_NH.shape[1])
-        out = y_NH[pair_to_row].view(shape).sum(dim=1)
+        out = y_NH[perm.pair_to_row].view(shape).sum(dim=1)
     else:
         # Dropped pairs have no row; index_add_ walks the rows in order, so sums repeat to the bit.
         out = torch.zeros(perm.num_tokens, y_NH.shape[1], dtype=torch.float32)

@@ -13,25 +13,29 @@ def permute(
 ) -> Permutation:
     """See :meth:`moegraft.stages.Stages.permute`."""
     num_tokens, top_k = topk_ids.shape
-    local = topk_ids.reshape(-1).to(torch.int64) - expert_offset
-    is_local = (local >= 0) & (local < num_experts)
+    experts = topk_ids.reshape(-1).to(torch.int64)
+    if expert_offset:
+        experts = experts - expert_offset
     # Pairs of other ranks sort behind every local expert, and are cut off.
-    key = torch.where(is_local, local, num_experts)
+    key = experts.where((experts >= 0) & (experts < num_experts), num_experts)
     key, row_to_pair = torch.sort(key, stable=True)
-    counts = torch.bincount(key, minlength=num_experts + 1).tolist()
-    offsets = [0]
-    for count in counts[:num_experts]:
-        offsets.append(offsets[-1] + count)
-    num_rows = offsets[-1]
-    row_to_pair = row_to_pair[:num_rows]
+    expert_ends = torch.bincount(key, minlength=num_experts)[:num_experts].cumsum(0)
+    num_rows = int(expert_ends[-1])
+    pair_to_row = torch.empty_like(row_to_pair)
+    pair_to_row[row_to_pair] = torch.arange(row_to_pair.shape[0])
+    if num_rows < pair_to_row.shape[0]:
+        key, row_to_pair = key[:num_rows], row_to_pair[:num_rows]
+        pair_to_row = pair_to_row.where(pair_to_row < num_rows, -1)
     row_to_token = row_to_pair // top_k
-    row_to_slot = None if slots is None or not slots.live else slots.slots[row_to_token].long()
+    has_lora = slots is not None and bool(slots.live)
     return Permutation(
-        row_to_pair,
-        row_to_token,
-        key[:num_rows],
-        tuple(offsets),
-        row_to_slot,
-        num_tokens,
-        top_k,
+        row_to_pair=row_to_pair,
+        row_to_token=row_to_token,
+        row_to_expert=key,
+        pair_to_row=pair_to_row,
+        pair_to_expert=experts,
+        expert_ends=expert_ends.to(torch.int32),
+        row_to_slot=slots.slots_i64[row_to_token] if slots is not None and has_lora else None,
+        num_tokens=num_tokens,
+        top_k=top_k,
     )
