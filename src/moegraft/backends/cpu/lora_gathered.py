@@ -22,6 +22,7 @@ class _Pairs:
     """The pairs of a group of slots, and what their factors have in common.
 
     Attributes:
+        members: the slots of the group.
         pairs: int64 ``[n]``; None = every pair, in order.
         tokens: int64 ``[n]``.
         slots: int64 ``[n]``.
@@ -30,6 +31,7 @@ class _Pairs:
         a_base, a_step, b_base, b_step, scale: ``[n]`` of one projection, see HostProjection.
     """
 
+    members: tuple[int, ...]
     pairs: torch.Tensor | None
     tokens: torch.Tensor
     slots: torch.Tensor
@@ -60,6 +62,7 @@ def _pairs_of(
         own = slots.slots_i64[pair_tokens]
         found.append(
             _Pairs(
+                members=group,
                 pairs=None if everything else pair_tokens * top_k + choice,
                 tokens=pair_tokens,
                 slots=own,
@@ -100,12 +103,14 @@ def lora_shrink_expand(
     names = [p.name for p in table.site.projections]
     rows_f32 = rows.float()
     shrunk: list[torch.Tensor] = []
+    shrunk_for: list[tuple[int, ...]] = []
     for name, out in zip(projections, outs, strict=True):
         i = names.index(name)
         groups = _cached_pairs(table, host, i, slots, perm.top_k)
-        reuse = len(shrunk) == len(groups) and all(group.shares_a for group in groups)
+        members = [group.members for group in groups]
+        reuse = members == shrunk_for and all(group.shares_a for group in groups)
         if not reuse:
-            shrunk = []
+            shrunk, shrunk_for = [], members
         for g, group in enumerate(groups):
             selected = _select(group, host, perm)
             if selected is None:
