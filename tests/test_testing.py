@@ -84,6 +84,7 @@ def test_a_wrong_delta_cannot_hide_behind_a_large_base() -> None:
 def test_bit_equality_tells_minus_zero_from_zero_and_accepts_equal_nan() -> None:
     nan = torch.tensor([float("nan"), 1.0])
     assert_bit_equal(nan, nan.clone())
+    assert_bit_equal(torch.ones(0, 3), torch.ones(0, 3))
     with pytest.raises(AssertionError, match=r"1 of 1 values differ.*\(0,\)"):
         assert_bit_equal(torch.tensor([-0.0]), torch.tensor([0.0]))
 

@@ -73,7 +73,9 @@ def assert_bit_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "
     assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} and {expected.dtype}"
     assert actual.shape == expected.shape, f"{what}: {actual.shape} and {expected.shape}"
     a, e = (t.detach().cpu().contiguous().reshape(-1) for t in (actual, expected))
-    differ = (a.view(torch.uint8) != e.view(torch.uint8)).reshape(a.numel(), -1).any(1)
+    differ = (
+        (a.view(torch.uint8) != e.view(torch.uint8)).reshape(a.numel(), a.element_size()).any(1)
+    )
     if differ.any():
         first = int(differ.nonzero()[0])
         raise AssertionError(

@@ -1,0 +1,146 @@
+"""The plan says what it takes and why, and refuses with the reason before any forward."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moegraft.backends import BACKENDS
+from moegraft.env import configure_logging, forced_backend
+from moegraft.errors import MoegraftError, PlanError
+from moegraft.factors import site_table
+from moegraft.layer import LinearLora, MoeLoraLayer
+from moegraft.plan import make_plan
+from moegraft.problem import Problem
+from moegraft.testing import random_weights
+from moegraft.types import linear_site
+
+PROBLEM = Problem(
+    num_tokens=7,
+    top_k=2,
+    num_experts=5,
+    hidden=24,
+    intermediate=20,
+    gated=True,
+    dtype="bfloat16",
+    weight_format="unquantized",
+    device_type="cpu",
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_backend_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOEGRAFT_BACKEND", raising=False)
+
+
+def test_a_problem_describes_a_layer_call() -> None:
+    weights = random_weights(5, 24, 20, dtype=torch.bfloat16)
+    assert Problem.of(weights, 7, 2) == PROBLEM
+    assert PROBLEM.num_pairs == 14
+    linear = Problem.of_linear("float32", "cpu", 3, 8, 6)
+    assert (linear.num_pairs, linear.hidden, linear.intermediate, linear.gated) == (3, 8, 6, False)
+
+
+def test_the_plan_of_a_cpu_problem_says_why() -> None:
+    plan = make_plan(PROBLEM)
+    assert (plan.backend, plan.problem) == ("cpu", PROBLEM)
+    assert "cpu: first that can run it" in plan.reasons
+    assert any("gathered" in reason and "14 rows" in reason for reason in plan.reasons)
+    many = make_plan(replace(PROBLEM, num_tokens=1000))
+    assert any("segments" in reason and "2000 rows" in reason for reason in many.reasons)
+
+
+def test_explain_names_the_problem_the_backend_and_every_reason() -> None:
+    plan = make_plan(PROBLEM)
+    head, *lines = plan.explain().split("\n")
+    assert head == "T=7 K=2 E=5 H=24 I=20 bfloat16 unquantized on cpu: backend cpu"
+    assert [line.strip() for line in lines] == list(plan.reasons)
+
+
+def test_a_backend_forced_by_argument_wins_over_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MOEGRAFT_BACKEND", "no_such_backend")
+    plan = make_plan(PROBLEM, "cpu")
+    assert plan.backend == "cpu" and "cpu: forced" in plan.reasons
+
+
+def test_a_backend_forced_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEGRAFT_BACKEND", "cpu")
+    assert "cpu: forced" in make_plan(PROBLEM).reasons
+    monkeypatch.setenv("MOEGRAFT_BACKEND", "")
+    assert forced_backend() is None
+    assert "cpu: first that can run it" in make_plan(PROBLEM).reasons
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(PlanError, match=r"'tpu'.*cpu"):
+        make_plan(PROBLEM, "tpu")
+    monkeypatch.setenv("MOEGRAFT_BACKEND", "tpu")
+    with pytest.raises(PlanError, match="'tpu'"):
+        MoeLoraLayer(random_weights(2, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"weight_format": "int3_made_up"}, "int3_made_up"),
+        ({"dtype": "float64"}, "float64"),
+        ({"device_type": "cuda"}, "the tensors are on cuda, this backend runs on cpu"),
+    ],
+)
+def test_a_forced_backend_refuses_what_it_cannot_run(changes: dict[str, str], reason: str) -> None:
+    with pytest.raises(PlanError, match=rf"Backend 'cpu' can't.*cpu: .*{reason}"):
+        make_plan(replace(PROBLEM, **changes), "cpu")  # type: ignore[arg-type]
+
+
+def test_when_no_backend_can_the_message_lists_the_reason_of_each() -> None:
+    with pytest.raises(PlanError, match="No backend can run") as caught:
+        make_plan(replace(PROBLEM, weight_format="int3_made_up"))
+    for name in BACKENDS:
+        assert f"{name}: " in str(caught.value)
+
+
+def test_a_device_without_a_backend_is_refused() -> None:
+    with pytest.raises(PlanError, match="on made_up"):
+        make_plan(replace(PROBLEM, device_type="made_up"))
+
+
+def test_layers_refuse_when_they_are_built() -> None:
+    with pytest.raises(PlanError, match="int3_made_up"):
+        MoeLoraLayer(replace(random_weights(2, 4, 3), weight_format="int3_made_up"))
+    with pytest.raises(PlanError, match="float64"):
+        MoeLoraLayer(random_weights(2, 4, 3, dtype=torch.float64))
+    table = site_table(linear_site("q_proj", 4, 3), [])
+    with pytest.raises(PlanError, match="float64"):
+        LinearLora(table, torch.float64, torch.device("cpu"))
+
+
+def test_a_layer_plans_each_size_once_and_explains_it() -> None:
+    layer = MoeLoraLayer(random_weights(2, 4, 3))
+    assert layer.plan(5, 2) is layer.plan(5, 2)
+    assert "T=5 K=2" in layer.plan(5, 2).explain()
+    assert layer.plan(6, 2) is not layer.plan(5, 2)
+
+
+def test_the_log_level_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("moegraft")
+    before = logger.level
+    try:
+        monkeypatch.setenv("MOEGRAFT_LOG", "debug")
+        configure_logging()
+        assert logger.level == logging.DEBUG
+        monkeypatch.setenv("MOEGRAFT_LOG", "loud")
+        with pytest.raises(MoegraftError, match=r"MOEGRAFT_LOG='LOUD'.*WARNING"):
+            configure_logging()
+        assert logger.level == logging.DEBUG
+        monkeypatch.delenv("MOEGRAFT_LOG")
+        configure_logging()
+        assert logger.level == logging.WARNING
+    finally:
+        logger.setLevel(before)
