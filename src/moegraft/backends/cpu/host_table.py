@@ -105,6 +105,8 @@ def host_table(table: SiteTable) -> HostTable:
 
 
 def _decode(table: SiteTable) -> HostTable:
+    # Read before the table: a write by another thread meanwhile makes this decoding stale at once.
+    version = table.arena.version
     unit = UNIT_BYTES // table.arena.data.element_size()
     projections: list[HostProjection] = []
     previous: torch.Tensor | None = None
@@ -138,4 +140,4 @@ def _decode(table: SiteTable) -> HostTable:
     if expert_map is not None:
         identity = torch.arange(expert_map.shape[1])
         full = tuple((expert_map == identity).all(dim=1).tolist())
-    return HostTable(table.arena.version, tuple(projections), expert_map, full, table.arena.data)
+    return HostTable(version, tuple(projections), expert_map, full, table.arena.data)

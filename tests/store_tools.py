@@ -1,0 +1,71 @@
+"""What the tests of bank and store share: three sites, small banks, exact checks of a slot."""
+
+from __future__ import annotations
+
+import torch
+
+from moegraft.adapters import AdapterBank, AdapterStore, BoundAdapter
+from moegraft.adapters.bank import BankMemory
+from moegraft.factors import PackedAdapter, pack_adapter
+from moegraft.testing import assert_same_factors
+from moegraft.types import expert_site, linear_site
+
+SITES = (
+    expert_site("layers.0.experts", 4, 8, 6),
+    linear_site("layers.0.q_proj", 8, 8),
+    expert_site("layers.1.experts", 3, 8, 10),
+)
+
+
+def make_bank(
+    num_slots: int = 3, max_rank: int = 16, arena_bytes: int | None = None
+) -> AdapterBank:
+    return AdapterBank(
+        SITES, num_slots=num_slots, max_rank=max_rank, dtype=torch.float32, arena_bytes=arena_bytes
+    )
+
+
+def make_store(num_slots: int = 3, arena_bytes: int | None = None) -> AdapterStore:
+    return AdapterStore(make_bank(num_slots, arena_bytes=arena_bytes))
+
+
+def bank_of(store: AdapterStore) -> AdapterBank:
+    return store._bank
+
+
+def pack(bank: AdapterBank, adapter: BoundAdapter) -> PackedAdapter:
+    return pack_adapter(adapter.factors, bank.layout, bank.dtype)
+
+
+def assert_holds(bank: AdapterBank, slot: int, adapter: BoundAdapter | None) -> None:
+    """Every site of the bank holds the adapter's very values in this slot, or nothing."""
+    for site in SITES:
+        found = bank.site_table(site.name).factors(slot)
+        if adapter is None or site.name not in adapter.factors:
+            assert found is None, f"slot {slot} holds factors for {site.name}"
+        else:
+            assert_same_factors(found, adapter.factors[site.name], site)
+
+
+def state_of(bank: AdapterBank) -> tuple[BankMemory, torch.Tensor, torch.Tensor]:
+    arena = bank.site_table(SITES[0].name).arena.data
+    return bank.memory, bank.table.clone(), arena.clone()
+
+
+def assert_state(bank: AdapterBank, before: tuple[BankMemory, torch.Tensor, torch.Tensor]) -> None:
+    memory, table, arena = state_of(bank)
+    assert memory == before[0]
+    assert torch.equal(table, before[1])
+    assert torch.equal(arena, before[2])
+
+
+def assert_nothing_left(store: AdapterStore) -> None:
+    """Remove everything; the bank must be as empty as a new one."""
+    for info in store.infos():
+        store.remove(info.name)
+    bank = bank_of(store)
+    assert len(store) == 0
+    assert bank.memory.used == 0
+    assert bank.memory.largest_free == bank.memory.arena
+    for slot in range(bank.num_slots):
+        assert_holds(bank, slot, None)
