@@ -60,6 +60,8 @@ class AdapterBank:
                 f"A bank needs at least one slot and rank 1; got num_slots={num_slots}, "
                 f"max_rank={max_rank}."
             )
+        if arena_bytes is not None and arena_bytes < 0:
+            raise AdapterError(f"arena_bytes={arena_bytes} is negative; None = grow as needed.")
         self.layout = TableLayout.of(sites)
         self.num_slots = num_slots
         self.max_rank = max_rank

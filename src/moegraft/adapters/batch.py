@@ -9,11 +9,14 @@ import torch
 from moegraft.errors import AdapterError
 from moegraft.types import TokenSlots
 
+#: Shapes whose spread slots are kept; linears over a growing cache bring a new one at every step.
+_KEPT_SHAPES = 4
+
 
 class RowSlots:
     """The slots of a batch's rows, spread over the tokens of each forward.
 
-    Spreading is cached per shape: a decode loop pays for it once.
+    Spreading is cached for the last few shapes: a decode loop pays for it once.
 
     Args:
         slots: slot per row, -1 = base.
@@ -35,7 +38,8 @@ class RowSlots:
             AdapterError: the forward's rows are no whole multiple of the batch's rows.
         """
         key = (rows, tokens_per_row)
-        if key not in self._cache:
+        found = self._cache.pop(key, None)
+        if found is None:
             repeat, rest = divmod(rows, max(len(self.slots), 1))
             if rest or not repeat or not self.slots:
                 raise AdapterError(
@@ -45,8 +49,11 @@ class RowSlots:
             per_row = torch.tensor(self.slots, dtype=torch.int32, device=self._device)
             per_token = per_row.repeat_interleave(repeat * tokens_per_row)
             live = tuple(sorted({slot for slot in self.slots if slot >= 0}))
-            self._cache[key] = TokenSlots(per_token, live)
-        return self._cache[key]
+            found = TokenSlots(per_token, live)
+            while len(self._cache) >= _KEPT_SHAPES:
+                del self._cache[next(iter(self._cache))]
+        self._cache[key] = found  # the last used comes last
+        return found
 
 
 def normalise_rows(

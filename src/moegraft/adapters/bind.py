@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ _LEAF_REASONS = {
     "embedding": "LoRA on embeddings and trainable tokens are not served",
     "full": "it is a full tensor, not a LoRA factor (modules_to_save or bias), which is not served",
 }
+_TWICE = "the file holds a tensor of another name for the same place: which one is meant?"
+#: Reasons that an error spells out; a real model has thousands of tensors.
+_MAX_REASONS = 5
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,11 @@ def bind(
             if result.evidence:
                 layouts[layout.name] = result.evidence
         pending -= result.used | set(result.refused)
+    times = Counter(source.keys.values())
     for key in source.tensors:
         if key in pending:
-            refused[key] = _why_left(source, spec, key)
+            twice = times[source.keys[key]] > 1
+            refused[key] = _TWICE if twice else _why_left(source, spec, key)
     report = BindReport(
         origin=source.origin,
         producer=source.config.producer,
@@ -101,7 +107,10 @@ def check_bound(report: BindReport, spec: ModelSpec) -> None:
         by_reason: dict[str, list[str]] = {}
         for key, reason in report.refused.items():
             by_reason.setdefault(reason, []).append(key)
-        details = "; ".join(f"{shorten(keys, 2)}: {why}" for why, keys in by_reason.items())
+        reasons = [f"{shorten(keys, 2)}: {why}" for why, keys in by_reason.items()]
+        details = "; ".join(reasons[:_MAX_REASONS])
+        if len(reasons) > _MAX_REASONS:
+            details += f"; and {len(reasons) - _MAX_REASONS} more reasons"
         raise AdapterError(
             f"{report.origin}: {len(report.refused)} of {report.total} tensors can't be served on "
             f"{spec.name}, so nothing was loaded. {details}. To serve the adapter without them, "
@@ -118,11 +127,11 @@ def _why_left(source: AdapterSource, spec: ModelSpec, key: str) -> str:
     path = re.sub(r"(\.base_layer)+$", "", parsed.module)
     if spec.resolve(path) is not None:
         shape = tuple(source.tensors[key].shape)
-        return f"no layout reads a {parsed.leaf} of shape {shape} there, or it stands there twice"
+        return f"no layout reads a {parsed.leaf} of shape {shape} there"
     if ".experts." in f"{path}." and spec.resolve_experts(
         path.partition(".experts")[0] + ".experts"
     ):
-        return f"its expert layout ({source.tensors[key].dim()}-D at {path}) is not read yet"
+        return f"its expert layout ({source.tensors[key].dim()}-D per projection) is not read yet"
     return spec.why_not(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,10 @@ _REFUSED_FIELDS = {
     "use_bdlora": "block-diagonal LoRA",
     "megatron_config": "Megatron tensor-parallel LoRA",
 }
+#: Initialisations that change the base weights too: the factors are a delta to those, not to ours.
+_INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+#: Scales are kept as fp32.
+_LARGEST_SCALE = 3.4028234663852886e38
 
 
 @dataclass(frozen=True)
@@ -58,13 +63,14 @@ class AdapterConfig:
         for name, what in _REFUSED_FIELDS.items():
             if raw.get(name):
                 raise AdapterError(f"adapter_config.json sets {name}: {what} is not served.")
+        _check_init(raw.get("init_lora_weights"))
         return AdapterConfig(
             r=_number(raw, "r", int),
             lora_alpha=_number(raw, "lora_alpha", float),
-            use_rslora=bool(raw.get("use_rslora")),
+            use_rslora=_flag(raw, "use_rslora"),
             rank_pattern=_pattern(raw, "rank_pattern", int),
             alpha_pattern=_pattern(raw, "alpha_pattern", float),
-            target_parameters=tuple(raw.get("target_parameters") or ()),
+            target_parameters=_names(raw, "target_parameters"),
             peft_version=str(raw.get("peft_version") or ""),
             raw=raw,
         )
@@ -89,8 +95,10 @@ class AdapterConfig:
         if alpha is None:
             alpha = self.lora_alpha if self.lora_alpha is not None else float(rank)
         scale = alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
-        if not math.isfinite(scale):
-            raise AdapterError(f"{name}: the scale alpha/r = {alpha}/{rank} is not finite.")
+        if not abs(scale) <= _LARGEST_SCALE:
+            raise AdapterError(
+                f"{name}: the scale {scale:g} (alpha {alpha:g}, r {rank}) overflows."
+            )
         return scale
 
     @property
@@ -101,20 +109,56 @@ class AdapterConfig:
 
 def _first_match(patterns: Mapping[str, Any], name: str) -> float | None:
     for key, value in patterns.items():
-        if re.match(rf"(.*\.)?({key})$", name):
+        if re.match(_whole(key), name):
             return float(value)
     return None
 
 
+def _whole(key: str) -> str:
+    """Return the expression that PEFT matches a module's path with."""
+    return rf"(.*\.)?({key})$"
+
+
+def _check_init(init: object) -> None:
+    if isinstance(init, str) and init.lower().startswith(_INITS_THAT_CHANGE_THE_BASE):
+        raise AdapterError(
+            f"adapter_config.json says init_lora_weights={init!r}: this changes the base weights "
+            "too, so the factors don't fit the original model. Save the adapter with PEFT's "
+            "path_initial_model_for_weight_conversion; or, if this model already has the changed "
+            "base weights, set init_lora_weights to true."
+        )
+
+
 def _number(raw: Mapping[str, Any], name: str, kind: type) -> Any:
     value = raw.get(name)
-    if value is None:
-        return None
+    return None if value is None else _checked_number(value, name, kind)
+
+
+def _checked_number(value: object, name: str, kind: type) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise AdapterError(f"adapter_config.json: {name}={value!r} is not a number.")
-    if not math.isfinite(value) or (kind is int and value < 1):
+    # The comparison with a float's largest value also holds for whole numbers of any length.
+    if not abs(value) <= sys.float_info.max or (kind is int and value < 1):
         raise AdapterError(f"adapter_config.json: {name}={value!r} is out of range.")
+    if kind is int and value != int(value):
+        raise AdapterError(f"adapter_config.json: {name}={value!r} is not a whole number.")
     return kind(value)
+
+
+def _flag(raw: Mapping[str, Any], name: str) -> bool:
+    value = raw.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise AdapterError(f"adapter_config.json: {name}={value!r} is not true or false.")
+    return bool(value)
+
+
+def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = raw.get(name) or ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, (list, tuple, set)) or not all(isinstance(v, str) for v in value):
+        raise AdapterError(f"adapter_config.json: {name} must be a list of names, got {value!r}.")
+    return tuple(value)
 
 
 def _pattern(raw: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
@@ -123,9 +167,9 @@ def _pattern(raw: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
         raise AdapterError(f"adapter_config.json: {name} must be an object, got {value!r}.")
     for key in value:
         try:
-            re.compile(key)
-        except re.error as error:
+            re.compile(_whole(key))
+        except (re.error, OverflowError, RecursionError) as error:
             raise AdapterError(
                 f"adapter_config.json: {name} key {key!r} is not a regular expression: {error}."
             ) from error
-    return {key: _number(value, key, kind) for key in value}
+    return {key: _checked_number(v, f"{name}: {key}", kind) for key, v in value.items()}

@@ -87,6 +87,8 @@ def make_source(
                 "adapter is damaged (did its training diverge?) and is refused."
             )
     keys = {key: parse_key(key) for key in tensors}
+    # A trainer's live parameters carry gradients; what is served must not.
+    tensors = {key: tensor.detach() for key, tensor in tensors.items()}
     return AdapterSource(tensors, keys, AdapterConfig.parse(config or {}), origin)
 
 
@@ -104,8 +106,8 @@ def _load_config(path: Path) -> dict[str, Any]:
             f"{str(path)!r} is missing: without it rank and alpha, so the scale, are unknown."
         )
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{str(path)!r} is not readable JSON: {error}.") from error
     if not isinstance(config, dict):
         raise AdapterError(f"{str(path)!r} must hold a JSON object, got {type(config).__name__}.")

@@ -16,6 +16,14 @@ OTHER_TOWERS = frozenset(
         *("audio", "audio_tower", "audio_encoder", "multi_modal_projector", "mm_projector"),
     )
 )
+#: Path parts in front of ``layers.`` that say nothing: wrappers come and go between producers.
+#: Any other part (a draft head's ``mtp``, a ``talker``, an unknown tower) must be the model's own.
+_WRAPPERS = frozenset(
+    (
+        *("base_model", "model", "language_model", "text_model", "transformer", "llm"),
+        *("module", "_orig_mod", "_fsdp_wrapped_module"),
+    )
+)
 #: Older or foreign names of a path part -> the name in transformers 5.
 _SYNONYMS = {"block_sparse_moe": "mlp"}
 
@@ -48,6 +56,15 @@ class ModelSpec:
         return found
 
     @cached_property
+    def _known_prefixes(self) -> frozenset[str]:
+        own = {part for path in self._by_path for part in _layer_prefix(path)}
+        return _WRAPPERS | own
+
+    def _is_elsewhere(self, path: str) -> bool:
+        """True for paths of another tower, known as one or by a prefix this model lacks."""
+        return is_other_tower(path) or not self._known_prefixes.issuperset(_layer_prefix(path))
+
+    @cached_property
     def _experts_of_layer(self) -> dict[str, list[Site]]:
         found: dict[str, list[Site]] = {}
         for site in self.sites:
@@ -59,7 +76,7 @@ class ModelSpec:
         """Find the site of a module path: by name, by alias, or by the part after ``layers.``."""
         if path in self._by_path:
             return self._by_path[path]
-        if is_other_tower(path):
+        if self._is_elsewhere(path):
             return None
         names = self._by_suffix.get(_layer_suffix(path), set())
         return self._by_path[next(iter(names))] if len(names) == 1 else None
@@ -74,7 +91,7 @@ class ModelSpec:
         if site is not None:
             return site if site.kind == "experts" else None
         layer = _layer(path)
-        if is_other_tower(path) or not layer or path.rpartition(".")[2] != "experts":
+        if self._is_elsewhere(path) or not layer or path.rpartition(".")[2] != "experts":
             return None
         candidates = self._experts_of_layer.get(layer, [])
         return candidates[0] if len(candidates) == 1 else None
@@ -92,6 +109,12 @@ class ModelSpec:
 def is_other_tower(path: str) -> bool:
     """True for paths inside a vision or audio tower."""
     return not OTHER_TOWERS.isdisjoint(path.split("."))
+
+
+def _layer_prefix(path: str) -> list[str]:
+    """Return the parts in front of ``layers``; none when the path has no layers."""
+    parts = path.split(".")
+    return parts[: parts.index("layers")] if "layers" in parts else []
 
 
 def _layer_suffix(path: str) -> str:

@@ -81,13 +81,15 @@ class AdapterStore:
         """Store an adapter; an existing one of that name is replaced by a new version.
 
         Raises:
-            AdapterError: a bad name, or a rank over the bank's maximum. Nothing has changed then.
+            AdapterError: a bad name, a rank over the bank's maximum, or values that the model's
+                dtype can't hold. Nothing has changed then.
         """
         _check_name(name)
         self._bank.check_rank(name, bound.report.max_rank)
         pin = self._bank.device.type == "cuda"
         packed = pack_adapter(bound.factors, self._bank.layout, self._bank.dtype, pin)
         self._bank.check_fits(name, packed)
+        _check_overflow(name, packed)
         checksum = _checksum(packed)
         with self._lock:
             entry = _Entry(name, next(self._versions), checksum, packed, bound.report)
@@ -253,6 +255,16 @@ def _check_name(name: str) -> None:
     """Names are labels, never paths; keep them printable and short."""
     if not isinstance(name, str) or not name or len(name) > 256 or not name.isprintable():
         raise AdapterError(f"{name!r} is not an adapter name: 1 to 256 printable characters.")
+
+
+def _check_overflow(name: str, packed: PackedAdapter) -> None:
+    """Refuse factors that are finite in their file but not in the model's dtype (float16)."""
+    if packed.data.dtype == torch.float16 and not bool(torch.isfinite(packed.data).all()):
+        count = int((~torch.isfinite(packed.data)).sum())
+        raise AdapterError(
+            f"Adapter {name!r} has {count} values beyond float16's range of 65504; load the model "
+            "in bfloat16 or float32 to serve it."
+        )
 
 
 def _checksum(packed: PackedAdapter) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
+from moegraft.errors import AdapterError
 from moegraft.types import SiteFactors
 
 
@@ -29,6 +31,25 @@ class ReadOptions:
     orientation: Literal["normal", "swapped"] | None = None
     expert_b_layout: Literal["rank_major", "grouped_by_expert"] | None = None
     skip: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        skip: Any = self.skip
+        if isinstance(skip, str):  # one pattern; its letters would match nearly everything
+            object.__setattr__(self, "skip", (skip,))
+        for pattern in self.skip:
+            try:
+                re.compile(pattern)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise AdapterError(
+                    f"skip {pattern!r} is not a regular expression: {error}."
+                ) from error
+        _check_choice("orientation", self.orientation, ("normal", "swapped"))
+        _check_choice("expert_b_layout", self.expert_b_layout, ("rank_major", "grouped_by_expert"))
+
+
+def _check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise AdapterError(f"{name}={value!r} is not one of {', '.join(choices)}.")
 
 
 @dataclass
@@ -82,3 +103,10 @@ def pair_up(
         if name in pending and key.leaf in ("lora_A", "lora_B"):
             modules.setdefault(key.module, {}).setdefault(key.leaf, (name, source.tensors[name]))
     return modules
+
+
+def not_a_pair(lora_a: torch.Tensor, lora_b: torch.Tensor) -> str:
+    """Return why two tensors are not 2-D factors of one rank >= 1; "" when they are."""
+    if lora_a.dim() == lora_b.dim() == 2 and lora_a.shape[0] == lora_b.shape[1] > 0:
+        return ""
+    return f"A {tuple(lora_a.shape)} and B {tuple(lora_b.shape)} are not [r, in], [out, r], r >= 1"

@@ -6,7 +6,7 @@ A ``[r, out]``, B ``[in, r]``, ``dW = scale * (B @ A).T``; shapes tell.
 
 from __future__ import annotations
 
-from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, pair_up
+from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, not_a_pair, pair_up
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
 from moegraft.types import LINEAR_PROJECTION, LoraFactor, SiteFactors
@@ -36,11 +36,9 @@ class DenseLinear:
             if site.name in result.factors:
                 result.refuse(keys, f"a second adapter for {site.name} in the same file")
                 continue
-            if lora_a.dim() != 2 or lora_b.dim() != 2 or lora_a.shape[0] != lora_b.shape[1]:
-                result.refuse(
-                    keys,
-                    f"A {tuple(lora_a.shape)}, B {tuple(lora_b.shape)} are not [r, in], [out, r]",
-                )
+            problem = not_a_pair(lora_a, lora_b)
+            if problem:
+                result.refuse(keys, problem)
                 continue
             rank = lora_a.shape[0]
             shape = (lora_a.shape[1], lora_b.shape[0])

@@ -114,9 +114,12 @@ class PeftFused:
                 )
                 continue
             factors = _factors(parameter, source, orientation, by_expert)
-            known = result.factors.get(parameter.site.name)
-            merged = {**(known.projections if known else {}), **factors}
-            result.factors[parameter.site.name] = SiteFactors(merged)
+            known = result.factors.get(parameter.site.name, SiteFactors({})).projections
+            if not factors.keys().isdisjoint(known):
+                reason = f"a second {parameter.role} for {parameter.site.name} in the same file"
+                result.refuse(parameter.keys, reason)
+                continue
+            result.factors[parameter.site.name] = SiteFactors({**known, **factors})
             result.used.update(parameter.keys)
         if result.used:
             result.evidence = (

@@ -12,12 +12,12 @@ import re
 
 import torch
 
-from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, pair_up
+from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, not_a_pair, pair_up
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
 from moegraft.types import LoraFactor, Site, SiteFactors
 
-_PATH = re.compile(r"^(?P<experts>.*\bexperts)\.(?P<expert>\d+)\.(?P<projection>\w+)$")
+_PATH = re.compile(r"^(?P<experts>.*\bexperts)\.(?P<expert>\d{1,9})\.(?P<projection>\w+)$")
 _NAMES = {
     "gate_proj": "gate",
     "up_proj": "up",
@@ -88,8 +88,9 @@ def _problem(
         return f"its partner {missing} is missing"
     lora_a, lora_b = parts["lora_A"][1], parts["lora_B"][1]
     sizes = site.projection(name)
-    if lora_a.dim() != 2 or lora_b.dim() != 2 or lora_a.shape[0] != lora_b.shape[1]:
-        return f"A {tuple(lora_a.shape)} and B {tuple(lora_b.shape)} are not [r, in], [out, r]"
+    problem = not_a_pair(lora_a, lora_b)
+    if problem:
+        return problem
     if (lora_a.shape[1], lora_b.shape[0]) != (sizes.in_features, sizes.out_features):
         return (
             f"it is for a {lora_a.shape[1]} -> {lora_b.shape[0]} matrix, {name} of {site.name} is "

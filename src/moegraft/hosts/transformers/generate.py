@@ -70,6 +70,6 @@ def _num_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     for name in ("input_ids", "inputs", "inputs_embeds"):
         if kwargs.get(name) is not None:
             return int(kwargs[name].shape[0])
-    if args:
+    if args and args[0] is not None:
         return int(args[0].shape[0])
     raise AdapterError("Pass input_ids (or inputs_embeds): the rows that adapters are for.")

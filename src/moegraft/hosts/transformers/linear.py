@@ -16,7 +16,7 @@ def hook_linear(module: nn.Module, lora: LinearLora, state: StepState) -> list[R
     """Add ``lora``'s delta to every forward of a linear; rows without one keep their bits."""
 
     def add_delta(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        slots = state.current
+        slots = state.slots_of(args[0])
         if slots is None or not slots.live:
             return output
         rows = output.reshape(-1, output.shape[-1])

@@ -33,12 +33,13 @@ def router_names(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
         experts = getattr(module, "experts", None)
         if not isinstance(experts, nn.Module) or not is_experts_module(experts):
             continue
-        num_experts, hidden, _ = _expert_sizes(experts)
+        num_experts = _expert_sizes(experts)[0]
         for name, child in module.named_children():
             weight = child._parameters.get("weight")
             if isinstance(child, nn.Linear) or weight is None:
                 continue
-            if tuple(weight.shape) == (num_experts, hidden):
+            # Its width may differ from the experts': nemotron_h routes before a projection.
+            if weight.dim() == 2 and weight.shape[0] == num_experts:
                 yield f"{path}.{name}", child, f"{path}.experts"
 
 

@@ -22,11 +22,26 @@ class StepState:
     def __init__(self) -> None:
         self.rows: ContextVar[RowSlots | None] = ContextVar("moegraft_rows", default=None)
         self._step: ContextVar[TokenSlots | None] = ContextVar("moegraft_step", default=None)
+        self._batch: ContextVar[int] = ContextVar("moegraft_batch", default=0)
 
     @property
     def current(self) -> TokenSlots | None:
         """Slots of the running forward's tokens; None = base only."""
         return self._step.get()
+
+    def slots_of(self, x: torch.Tensor) -> TokenSlots | None:
+        """Slots of the rows of ``x`` ``[batch, .., in]``, the input of some linear.
+
+        As a rule these are the forward's tokens; a linear that runs over the whole cache (the
+        ``kv_b_proj`` of latent attention) has more of them, still in the order of the batch.
+        """
+        current, rows = self._step.get(), self.rows.get()
+        num_rows = x.shape[:-1].numel()
+        if current is None or rows is None or num_rows == current.num_tokens:
+            return current
+        if x.dim() < 3 or x.shape[0] != self._batch.get():
+            return current  # the layer says that the numbers differ
+        return rows.spread(x.shape[0], num_rows // x.shape[0])
 
     def before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -42,6 +57,7 @@ class StepState:
         if inputs is None and args:
             inputs = args[0]
         assert inputs is not None, "a forward without input_ids and inputs_embeds"
+        self._batch.set(inputs.shape[0])
         self._step.set(rows.spread(inputs.shape[0], inputs.shape[1]))
 
     def after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
