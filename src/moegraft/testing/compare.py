@@ -72,7 +72,11 @@ def assert_bit_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "
     """Assert equal shape, dtype and bits (NaN equals the same NaN); the message counts."""
     assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} and {expected.dtype}"
     assert actual.shape == expected.shape, f"{what}: {actual.shape} and {expected.shape}"
-    a, e = (t.detach().cpu().contiguous().reshape(-1) for t in (actual, expected))
+    # A view of one element may have any stride and still count as contiguous: copy.
+    a, e = (
+        t.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+        for t in (actual, expected)
+    )
     differ = (
         (a.view(torch.uint8) != e.view(torch.uint8)).reshape(a.numel(), a.element_size()).any(1)
     )
