@@ -114,7 +114,7 @@ class _Segments(_Forced):
     method = "segments"
 
 
-@run_with(400)
+@run_with(250)
 @given(case=layer_cases())
 def test_any_layer_call_agrees_with_the_reference_and_base_rows_keep_their_bits(
     case: LayerCase,
