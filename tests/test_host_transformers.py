@@ -205,3 +205,38 @@ def test_a_router_adapter_alone_changes_the_routing_as_the_merged_router_does() 
         expected = tiny.merged_model(case)(**inputs, output_router_logits=True).router_logits
     for ours, theirs in zip(found, expected, strict=True):
         assert_close(ours, theirs, torch.float32)
+
+
+def test_assisted_decoding_with_a_plain_draft_equals_the_merged_model() -> None:
+    inputs = {key: value[-1:] for key, value in prompts(1).items()}
+    case = f"{QWEN}experts"
+    draft = tiny.new_model("qwen3_moe")
+    options: dict[str, Any] = {"assistant_model": draft, "output_logits": False}
+    found = generate(graft_of("qwen3_moe"), inputs, adapters=case, **options)
+    expected = generate(tiny.merged_model(case), inputs)
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+def test_input_ids_may_be_positional() -> None:
+    inputs, rows = prompts(2), [None, f"{QWEN}router"]
+    graft = graft_of("qwen3_moe")
+    mask = inputs["attention_mask"]
+    found = graft.forward(inputs["input_ids"], attention_mask=mask, adapters=rows).logits
+    assert_bit_equal(found, graft.forward(**inputs, adapters=rows).logits)
+
+
+def test_rows_with_gradients_enabled_give_the_same_logits() -> None:
+    inputs, rows = prompts(2), [None, f"{QWEN}all_linear"]
+    graft = graft_of("qwen3_moe")
+    with graft.rows(rows, 2):
+        found = graft.model(**inputs).logits
+    assert found.requires_grad
+    assert_bit_equal(found.detach(), graft.forward(**inputs, adapters=rows).logits)
+
+
+def test_every_step_of_a_chunked_prefill_finds_its_rows() -> None:
+    rows = [f"{QWEN}experts", None]
+    inputs = prompts(2)
+    graft = graft_of("qwen3_moe")
+    found = generate(graft, inputs, adapters=rows, prefill_chunk_size=3)
+    assert torch.equal(found.sequences, generate(graft, inputs, adapters=rows).sequences)
