@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from moegraft.adapters import AdapterStore
 from moegraft.errors import AdapterError
+from moegraft.factors import TableLayout, pack_adapter
 from moegraft.testing import assert_same_factors, bound_adapter, random_adapter, random_factors
-from moegraft.types import expert_site
+from moegraft.types import expert_site, linear_site
 from store_tools import (
     SITES,
     assert_holds,
@@ -96,6 +98,23 @@ def test_a_rank_over_the_maximum_is_refused_and_changes_nothing() -> None:
         store.add("big", random_adapter(SITES, 9))
     assert len(store) == 0
     assert_state(bank, before)
+
+
+def test_a_write_that_fails_halfway_gives_its_region_back() -> None:
+    bank = make_bank(2)
+    first = random_adapter(SITES, 4, seed=1)
+    bank.write(0, "first", pack(bank, first))
+    bank.write(1, "room", pack(bank, first))
+    bank.clear(1)
+    memory, table = bank.memory, bank.table.clone()
+    foreign = pack_adapter(
+        first.factors, TableLayout.of((*SITES, linear_site("x", 8, 8))), bank.dtype
+    )
+    with pytest.raises(RuntimeError):
+        bank.write(1, "foreign", foreign)
+    assert bank.memory == memory
+    assert torch.equal(bank.table, table)
+    assert_holds(bank, 0, first)
 
 
 def test_clearing_or_overwriting_a_slot_frees_its_region() -> None:

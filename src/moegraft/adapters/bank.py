@@ -136,10 +136,16 @@ class AdapterBank:
         """
         self.check_rank(name, packed.max_rank)
         units = packed.num_bytes // UNIT_BYTES
+        assert packed.data.dtype == self.dtype, f"packed as {packed.data.dtype}"
         start = self._reserve(units, name)
         first = start * UNIT_BYTES // self.dtype.itemsize
-        self._arena.data[first : first + packed.data.numel()].copy_(packed.data, non_blocking=True)
-        self.table[slot].copy_(packed.relocated(start, self.layout), non_blocking=True)
+        region = self._arena.data[first : first + packed.data.numel()]
+        try:
+            region.copy_(packed.data, non_blocking=True)
+            self.table[slot].copy_(packed.relocated(start, self.layout), non_blocking=True)
+        except BaseException:
+            self._free.release(start, units)
+            raise
         self._arena.version += 1
         self._free_region(slot)
         self._regions[slot] = (start, units)
