@@ -1,0 +1,95 @@
+"""How much of a model an adapter covers: layers and experts per projection."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moegraft.adapters import BindReport
+from moegraft.adapters.report import ProjectionReport
+from moegraft.adapters.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """One projection of one kind of place, over all layers.
+
+    Attributes:
+        place: dotted path with ``*`` for the layer number, and the projection of experts.
+        layers, total_layers: sites with a delta, and sites of the model.
+        experts: fewest and most experts with a delta over those sites; (1, 1) for linears.
+        total_experts: experts per site; 1 for linears.
+        ranks, scales: distinct values, ascending.
+        shared: which factors serve all experts: "", "A", "B" or "A and B".
+    """
+
+    place: str
+    layers: int
+    total_layers: int
+    experts: tuple[int, int]
+    total_experts: int
+    ranks: tuple[int, ...]
+    scales: tuple[float, ...]
+    shared: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return asdict(self)
+
+    @property
+    def layers_text(self) -> str:
+        """Such as ``48/48``."""
+        return f"{self.layers}/{self.total_layers}"
+
+    @property
+    def experts_text(self) -> str:
+        """Such as ``64/128`` or ``3-4/128``; "" for linears."""
+        if self.total_experts == 1:
+            return ""
+        low, high = self.experts
+        return f"{low if low == high else f'{low}-{high}'}/{self.total_experts}"
+
+
+def coverage(report: BindReport, spec: ModelSpec) -> list[Coverage]:
+    """Return the coverage of every projection that has a delta somewhere, in model order."""
+    totals: dict[str, int] = {}
+    for site in spec.sites:
+        place = _general(site.name)
+        totals[place] = totals.get(place, 0) + 1
+    found: dict[tuple[str, str], list[tuple[ProjectionReport, int]]] = {}
+    for bound in report.sites:
+        for name, projection in bound.projections.items():
+            key = (_general(bound.site), name)
+            found.setdefault(key, []).append((projection, bound.num_experts))
+    return [_cover(place, name, entries, totals) for (place, name), entries in found.items()]
+
+
+def _cover(
+    place: str,
+    name: str,
+    entries: list[tuple[ProjectionReport, int]],
+    totals: Mapping[str, int],
+) -> Coverage:
+    projections = [projection for projection, _ in entries]
+    counts = [p.experts for p in projections]
+    shared = [
+        letter
+        for letter, attribute in (("A", "shared_a"), ("B", "shared_b"))
+        if all(getattr(p, attribute) for p in projections)
+    ]
+    return Coverage(
+        place=place if name == "linear" else f"{place} {name}",
+        layers=len(entries),
+        total_layers=totals[place],
+        experts=(min(counts), max(counts)),
+        total_experts=max(total for _, total in entries),
+        ranks=tuple(sorted({p.rank for p in projections})),
+        scales=tuple(sorted({round(p.scale, 6) for p in projections})),
+        shared=" and ".join(shared),
+    )
+
+
+def _general(path: str) -> str:
+    return re.sub(r"\blayers\.\d+\.", "layers.*.", path)

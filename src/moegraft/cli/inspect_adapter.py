@@ -1,0 +1,199 @@
+"""``moegraft inspect``: what is in an adapter folder, and how it would bind to a model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from moegraft.cli.models import meta_model, quiet_libraries
+from moegraft.cli.output import Outcome, check_mark, megabytes, stdout_console, step, visible
+
+_NAMES_SHOWN = 3
+
+
+def inspect(
+    adapter: Annotated[Path, typer.Argument(help="Adapter folder (PEFT).")],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the model; its config.json is enough, no weights are read."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> Outcome:
+    """Say what an adapter holds and, with --model, what of it would be served.
+
+    Exit code 0 when all of it binds to the model, 2 when it would be refused.
+    """
+    from moegraft.adapters import read_adapter
+    from moegraft.cli.adapter_facts import config_facts, guesses, tensor_groups
+
+    source = read_adapter(adapter)
+    document: dict[str, Any] = {
+        "adapter": str(adapter),
+        "config": config_facts(source),
+        "tensors": tensor_groups(source),
+        "guesses": guesses(source),
+    }
+    code = 0
+    if model is not None:
+        document["model"] = str(model)
+        document["binding"] = _bind(source, model)
+        if not document["binding"]["binds"]:
+            document["error"] = document["binding"]["error"]
+            code = 2
+    if not as_json:
+        console = stdout_console()
+        _render_file(console, document)
+        if model is not None:
+            _render_binding(console, document["binding"])
+    return Outcome(document, code)
+
+
+def _bind(source: Any, folder: Path) -> dict[str, Any]:
+    """Bind to the model of a config.json; JSON-ready."""
+    from moegraft.adapters import bind, check_bound
+    from moegraft.cli.coverage import coverage
+    from moegraft.errors import AdapterError
+    from moegraft.hosts.transformers.spec import model_spec
+
+    with quiet_libraries(), step(f"Building {folder} from its config, without weights"):
+        host = meta_model(folder)
+        spec = model_spec(host)
+    report = bind(source, spec).report
+    error = None
+    try:
+        check_bound(report, spec)
+    except AdapterError as refusal:
+        error = str(refusal)
+    return {
+        "binds": error is None,
+        "error": error,
+        "model_class": type(host).__name__,
+        "coverage": [
+            {**c.to_dict(), "layers_text": c.layers_text, "experts_text": c.experts_text}
+            for c in coverage(report, spec)
+        ],
+        "report": report.to_dict(),
+    }
+
+
+def _render_file(console: Console, document: dict[str, Any]) -> None:
+    _head(console, "Adapter", document["adapter"])
+    _facts(console, {name: _value(value) for name, value in document["config"].items()})
+    _head(console, "Tensors")
+    table = _table("place", "factors", "tensors", "size")
+    for module, groups in _by_place(document["tensors"]).items():
+        table.add_row(
+            visible(module).removeprefix("model.").replace(".base_layer", ".(wrapped)"),
+            "\n".join(_shapes(group) for group in groups),
+            f"{sum(group['count'] for group in groups)} {_dtypes(groups)}",
+            megabytes(sum(group["bytes"] for group in groups)),
+        )
+    console.print(table)
+    _head(console, "Guesses from names and shapes")
+    _lines(console, document["guesses"])
+
+
+def _render_binding(console: Console, binding: dict[str, Any]) -> None:
+    report = binding["report"]
+    _head(console, "On the model", binding["model_class"])
+    layouts = [f"{name}: {evidence}" for name, evidence in report["layouts"].items()]
+    _lines(console, layouts or ["no layout was recognised"])
+    if binding["coverage"]:
+        table = _table("bound place", "layers", "experts", "rank", "scale")
+        for cover in binding["coverage"]:
+            shared = f" (shared {cover['shared']})" if cover["shared"] else ""
+            table.add_row(
+                cover["place"].removeprefix("model."),
+                cover["layers_text"],
+                cover["experts_text"],
+                ", ".join(map(str, cover["ranks"])) + shared,
+                ", ".join(f"{scale:g}" for scale in cover["scales"]),
+            )
+        console.print(table)
+    if report["refused"]:
+        _head(console, "Refused")
+        for reason, names in _by_reason(report["refused"]).items():
+            more = len(names) - _NAMES_SHOWN
+            text = Text(visible(f"{len(names)} tensors: {reason}"), style="red")
+            console.print(Padding(text, (0, 0, 0, 2), expand=False))
+            shown = names[:_NAMES_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+            _lines(console, shown, indent=4)
+    if report["notes"]:
+        _head(console, "Notes")
+        _lines(console, report["notes"])
+    console.print()
+    verdict = "binds in full" if binding["binds"] else "would be refused; nothing would be loaded"
+    console.print(
+        check_mark(console, binding["binds"]),
+        f"{report['bound']} of {report['total']} tensors bind ({megabytes(report['num_bytes'])}): "
+        f"the adapter {verdict}.",
+    )
+
+
+def _by_place(groups: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for group in groups:
+        found.setdefault(group["module"], []).append(group)
+    return found
+
+
+def _shapes(group: dict[str, Any]) -> str:
+    kind = group["kind"].removeprefix("lora_")
+    low, high = group["shapes"][0], group["shapes"][-1]
+    return f"{kind} {low}" if low == high else f"{kind} {low} .. {high}"
+
+
+def _dtypes(groups: list[dict[str, Any]]) -> str:
+    return "/".join(sorted({dtype for group in groups for dtype in group["dtypes"]}))
+
+
+def _by_reason(refused: dict[str, str]) -> dict[str, list[str]]:
+    """Group names by reason; reasons that differ only in the layer are one."""
+    found: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        found.setdefault(re.sub(r"\blayers\.\d+", "layers.*", reason), []).append(name)
+    return found
+
+
+def _head(console: Console, title: str, rest: str = "") -> None:
+    console.print()
+    console.print(Text(title, style="bold").append(f"  {rest}" if rest else "", style="not bold"))
+
+
+def _facts(console: Console, facts: dict[str, str]) -> None:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in facts.items():
+        grid.add_row(f"  {name}", Text(visible(value)))
+    console.print(grid)
+
+
+def _lines(console: Console, lines: list[str], indent: int = 2) -> None:
+    for line in lines:
+        console.print(Padding(Text(visible(line)), (0, 0, 0, indent), expand=False))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="bold")
+    for index, name in enumerate(columns):
+        table.add_column(name, overflow="fold" if index == 0 else "ellipsis", no_wrap=index > 0)
+    return table
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {number:g}" for name, number in value.items())
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,131 @@
+"""Load models and tokenizers from local folders, without the noise of the libraries."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from moegraft.errors import MoegraftError
+
+_EXTRAS = {"transformers": "transformers", "peft": "demo"}
+#: Without any of these transformers makes up an empty tokenizer instead of an error.
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.tiktoken", "tekken.json", "*.spm", "spiece*")
+
+
+def require(*packages: str) -> None:
+    """Raise :class:`MoegraftError` with the pip command for a package that is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise MoegraftError(
+                f"{package} is not installed; this command needs it: "
+                f"pip install 'moegraft[{_EXTRAS[package]}]'."
+            )
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Within the block transformers prints no progress bars or warnings, and never downloads."""
+    require("transformers")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def check_model_folder(path: Path) -> None:
+    """Raise :class:`MoegraftError` unless the folder holds a transformers model's config."""
+    if not path.exists():
+        raise MoegraftError(
+            f"There is no model folder {str(path)!r}. moegraft never downloads; fetch it first "
+            "(hf download <name> --local-dir <folder>)."
+        )
+    if not (path / "config.json").is_file():
+        raise MoegraftError(f"{str(path)!r} is not a transformers model: it has no config.json.")
+
+
+def load_model(path: Path, dtype: str, device: str = "cpu") -> Any:
+    """Load a causal language model in eval mode.
+
+    Args:
+        path: folder as ``save_pretrained`` wrote it.
+        dtype: name of a torch dtype.
+        device: a torch device.
+
+    Raises:
+        MoegraftError: it can't be loaded; says why.
+    """
+    check_model_folder(path)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=getattr(torch, dtype), local_files_only=True
+        )
+        return model.eval().to(device)
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+        raise MoegraftError(f"{str(path)!r} can't be loaded: {_one_line(error)}") from error
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Load a model folder's tokenizer, with left padding.
+
+    Raises:
+        MoegraftError: there is none, or nothing to pad with.
+    """
+    from transformers import AutoTokenizer
+
+    if not any(next(path.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        raise MoegraftError(f"{str(path)!r} has no tokenizer files (such as tokenizer.json).")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise MoegraftError(f"{str(path)!r} has no usable tokenizer: {_one_line(error)}") from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise MoegraftError(
+                f"The tokenizer of {str(path)!r} has neither a pad nor an EOS token."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def meta_model(path: Path) -> Any:
+    """Build a model from its config.json alone, on the meta device: no weights, no memory.
+
+    Raises:
+        MoegraftError: transformers can't build it.
+    """
+    check_model_folder(path)
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        raise MoegraftError(
+            f"transformers can't build the model of {str(path)!r}: {_one_line(error)}"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) < 400 else f"{text[:400]} .."

@@ -1,0 +1,150 @@
+"""``moegraft generate`` on the fixtures' tiny models, with a tokenizer made here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moegraft.cli import main
+
+FIXTURES = Path(__file__).parent / "fixtures"
+PEFT = FIXTURES / "peft" / "0.21.2" / "qwen3_moe"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny models run fastest on one thread, on a busy machine above all."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The qwen3_moe fixture with a tokenizer of single characters."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    for file in (FIXTURES / "models" / "qwen3_moe").iterdir():
+        shutil.copy(file, folder)
+    names = ["<pad>", "<s>", "</s>", "<unk>", *string.ascii_letters, *" :=.,;?!"]
+    tokenizer = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return folder
+
+
+def arguments(model: Path, *rest: str) -> list[str]:
+    """Return a command with two adapters."""
+    adapters = ["--adapter", f"all={PEFT / 'experts'}", "--adapter", f"down={PEFT / 'down_only'}"]
+    base = ["generate", "--model", str(model), "--dtype", "float32", "--max-new-tokens", "6"]
+    return [*base, *adapters, *rest]
+
+
+def test_every_prompt_gets_its_adapter(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["all:a: long, odd text", "down:Hello", "base:Hello", ":Hello"]
+    command = arguments(model, *(part for p in prompts for part in ("--prompt", p)))
+    assert main([*command, "--json"]) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    rows = document["rows"]
+    assert [row["adapter"] for row in rows] == ["all", "down", None, None]
+    assert rows[0]["prompt"] == "a: long, odd text"
+    assert rows[2]["ids"] == rows[3]["ids"] != rows[1]["ids"]
+    assert all(1 <= row["new_tokens"] == len(row["ids"]) <= 6 for row in rows)
+    assert [row["ids"] for row in rows] == _one_by_one(model, rows)
+    assert "Loading weights" not in captured.err and "Warning" not in captured.err
+
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert text.index("[all]\na: long, odd text") < text.index("[down]\nHello")
+    assert text.count("[base]\nHello") == 2
+
+
+def _one_by_one(model: Path, rows: list[dict[str, Any]]) -> list[list[int]]:
+    """Return what PEFT (or the plain model) writes for each row alone."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    folders = {"all": PEFT / "experts", "down": PEFT / "down_only"}
+    found = []
+    for row in rows:
+        host: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        if row["adapter"] is not None:
+            host = PeftModel.from_pretrained(host, str(folders[row["adapter"]])).eval()
+        batch = tokenizer(row["prompt"], return_tensors="pt")
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        out = host.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0
+        )
+        found.append(out[0, ids.shape[1] :].tolist())
+    return found
+
+
+def test_sampling_repeats_with_its_seed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def sample(seed: str) -> list[int]:
+        options = ("--sample", "--temperature", "3", "--top-p", "0.99", "--seed", seed, "--json")
+        assert main(arguments(model, "--prompt", "all:Hello", *options)) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["sampling"] == {"temperature": 3.0, "top_p": 0.99, "seed": int(seed)}
+        ids: list[int] = document["rows"][0]["ids"]
+        return ids
+
+    assert sample("1") == sample("1") != sample("2")
+
+
+@pytest.mark.parametrize(
+    "rest, part",
+    [
+        (["--prompt", "sql:Hello"], "no adapter 'sql'; loaded: all, down"),
+        (["--prompt", "Hello"], "--prompt ':Hello'"),
+        (["--prompt", "all:"], "no text"),
+        (["--prompt", ":x", "--adapter", "sql"], "not NAME=DIR"),
+        (["--prompt", ":x", "--adapter", "=folder"], "not NAME=DIR"),
+        (["--prompt", ":x", "--adapter", "base=folder"], "'base' can't be used"),
+        (["--prompt", ":x", "--adapter", "a:b=folder"], "colon"),
+        (["--prompt", ":x", "--adapter", "all=folder"], "already an adapter 'all'"),
+        (["--prompt", ":x", "--adapter", "new=/no/such/folder"], "no adapter at"),
+        (["--prompt", ":x", "--adapter", f"new={PEFT / 'dora_attention'}"], "DoRA"),
+        (["--prompt", ":x", "--temperature", "0.5"], "--temperature need"),
+        (["--prompt", ":x", "--sample", "--temperature", "0"], "over 0"),
+        (["--prompt", ":x", "--sample", "--top-p", "1.5"], "at most 1"),
+        (["--prompt", ":x", "--dtype", "int4"], "--dtype"),
+        (["--prompt", ":x", "--device", "abacus"], "abacus"),
+        (["--prompt", ":x", "--model", "/no/such/model"], "no model folder"),
+        ([], "--prompt"),
+    ],
+)
+def test_errors(
+    model: Path, capsys: pytest.CaptureFixture[str], rest: list[str], part: str
+) -> None:
+    assert main(arguments(model, *rest, "--json")) == 2
+    captured = capsys.readouterr()
+    message = json.loads(captured.out)["error"]
+    assert part in message
+    assert captured.err.splitlines()[-1] == f"error: {message}"
+
+
+def test_wrong_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = FIXTURES / "peft" / "0.21.2" / "gpt_oss" / "experts"
+    assert main(arguments(model, "--adapter", f"new={folder}", "--prompt", "new:x")) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "can't be served" in captured.err
+
+
+def test_a_model_without_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(FIXTURES / "models" / "qwen3_moe", "--prompt", ":x")) == 2
+    assert "tokenizer" in capsys.readouterr().err
