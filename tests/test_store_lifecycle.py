@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from moegraft.adapters import BoundAdapter
 from moegraft.errors import AdapterError
-from moegraft.testing import bound_adapter, constant_adapter, random_adapter
+from moegraft.layer import MoeLoraLayer
+from moegraft.testing import (
+    assert_bit_equal,
+    bound_adapter,
+    constant_adapter,
+    layer_case,
+    random_adapter,
+)
 from moegraft.types import LoraFactor, SiteFactors
-from store_tools import SITES, assert_holds, assert_nothing_left, bank_of, make_store, state_of
+from store_tools import (
+    SITES,
+    assert_holds,
+    assert_nothing_left,
+    bank_of,
+    make_bank,
+    make_store,
+    pack,
+    state_of,
+)
 
 
 def test_every_load_gets_a_new_version_even_of_equal_content() -> None:
@@ -93,6 +112,25 @@ def test_replacing_in_a_bank_of_one_slot_waits_for_the_running_batch() -> None:
             pass
     with store.use(["a"]) as slots:
         assert_holds(bank_of(store), slots["a"], new)
+
+
+def test_a_layer_sees_every_write_and_every_clear_of_its_bank() -> None:
+    site = SITES[0]
+    bank = make_bank(2, arena_bytes=1 << 20)  # no growth, which would also renew what is cached
+    case = layer_case(4, [None, None], [0, 1, -1, 0], num_experts=4, hidden=8, intermediate=6)
+    layer = MoeLoraLayer(case.weights, bank.site_table(site.name))
+    held: list[BoundAdapter | None] = [None, None]
+    writes = [(0, 1), (1, 2), (0, 3), (0, None), (1, 4), (0, 5), (1, None)]
+    assert_bit_equal(case.run(layer), case.run(), "an empty bank")
+    for slot, seed in writes:
+        held[slot] = None if seed is None else random_adapter(SITES, 3, seed=seed)
+        adapter = held[slot]
+        if adapter is None:
+            bank.clear(slot)
+        else:
+            bank.write(slot, "a", pack(bank, adapter))
+        now = tuple(None if a is None else a.factors[site.name] for a in held)
+        assert_bit_equal(case.run(layer), replace(case, adapters=now).run(), f"{slot}: {seed}")
 
 
 def test_unloading_gives_the_bytes_back() -> None:
