@@ -262,3 +262,10 @@ def test_a_refusal_stays_short_however_many_tensors_are_refused() -> None:
     with pytest.raises(AdapterError, match="more reasons") as caught:
         bind({**tiny.tensors_of(CASE), **tensors}, tiny.config_of(CASE))
     assert len(str(caught.value)) < 3000
+
+
+def test_a_linear_for_a_matrix_of_exchanged_sizes_is_refused() -> None:
+    spec = ModelSpec((linear_site("model.layers.0.self_attn.q_proj", 8, 4),))
+    pair = {"lora_A.weight": torch.ones(2, 4), "lora_B.weight": torch.ones(8, 2)}
+    with pytest.raises(AdapterError, match=r"it is for a 4 -> 8 matrix.* is 8 -> 4"):
+        bind({f"{spec.sites[0].name}.{k}": t for k, t in pair.items()}, {"r": 2}, spec=spec)

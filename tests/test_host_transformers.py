@@ -190,9 +190,20 @@ def test_a_base_batch_after_an_adapter_batch_equals_one_before_it() -> None:
     before = graft.forward(**inputs).logits
     changed = graft.forward(**inputs, adapters=f"{QWEN}all_linear").logits
     assert not torch.equal(changed, before)
+    assert_bit_equal(logits_of(graft.model, inputs), before)
     for _ in range(2):
         assert_bit_equal(graft.forward(**inputs).logits, before)
-        assert_bit_equal(logits_of(graft.model, inputs), before)
+
+
+def test_an_inner_module_called_by_itself_is_the_base_model() -> None:
+    graft, inputs = graft_of("qwen3_moe"), prompts(4)
+    with torch.no_grad():
+        before = graft.model.model(**inputs).last_hidden_state
+        graft.forward(**inputs, adapters=f"{QWEN}all_linear")
+        assert_bit_equal(graft.model.model(**inputs).last_hidden_state, before)
+        with pytest.raises(IndexError):
+            graft.forward(input_ids=torch.full((4, 7), 9999), adapters=f"{QWEN}all_linear")
+        assert_bit_equal(graft.model.model(**inputs).last_hidden_state, before)
 
 
 def test_a_router_adapter_alone_changes_the_routing_as_the_merged_router_does() -> None:

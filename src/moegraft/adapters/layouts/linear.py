@@ -1,7 +1,7 @@
 """Plain LoRA on dense linears and routers: ``<module>.lora_A.weight [r, in]``, ``lora_B [out, r]``.
 
-PEFT before 0.19.1 wrote some 2-D target parameters (routers) with in and out exchanged:
-A ``[r, out]``, B ``[in, r]``, ``dW = scale * (B @ A).T``; shapes tell.
+Unlike 3-D expert parameters, no PEFT exchanged in and out of these (checked: 0.17.1 to 0.21.2), so
+exchanged sizes mean another model.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ class DenseLinear:
                 continue
             rank = lora_a.shape[0]
             shape = (lora_a.shape[1], lora_b.shape[0])
-            if shape == (sizes.out_features, sizes.in_features) and shape[0] != shape[1]:
-                lora_a, lora_b = lora_b.t(), lora_a.t()
-                result.notes.append(f"{module}: A and B are exchanged (an old PEFT); put right")
-            elif shape != (sizes.in_features, sizes.out_features):
+            if shape != (sizes.in_features, sizes.out_features):
                 result.refuse(
                     keys,
                     f"it is for a {shape[0]} -> {shape[1]} matrix, the model's {site.name} is "
