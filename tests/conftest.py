@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
@@ -11,8 +13,9 @@ import moegraft.backends.cpu as cpu
 torch.set_num_threads(1)
 
 
-@pytest.fixture(params=["gathered", "segments"])
+@pytest.fixture(params=get_args(cpu.LoraMethod))
 def lora_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Force one LoRA method of the CPU backend for every batch size."""
-    monkeypatch.setattr(cpu, "MAX_GATHERED_ROWS", 10**9 if request.param == "gathered" else -1)
+    stages = cpu.CpuStages(request.param)
+    monkeypatch.setattr(cpu, "choose", lambda problem: (stages, "forced by the test"))
     return str(request.param)

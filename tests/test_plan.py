@@ -48,7 +48,7 @@ def test_the_plan_of_a_cpu_problem_says_why() -> None:
     plan = make_plan(PROBLEM)
     assert (plan.backend, plan.problem) == ("cpu", PROBLEM)
     assert "cpu: first that can run it" in plan.reasons
-    assert any("gathered" in reason and "14 rows" in reason for reason in plan.reasons)
+    assert any("LoRA" in reason and "14 rows" in reason for reason in plan.reasons)
     many = make_plan(replace(PROBLEM, num_tokens=1000))
     assert any("segments" in reason and "2000 rows" in reason for reason in many.reasons)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
 from moegraft.backends.cpu import CpuStages, LoraMethod
 from moegraft.factors import Arena, SiteTable, TableLayout, pack_adapter, site_table
+from moegraft.layer import MoeLoraLayer
 from moegraft.reference import linear_lora_reference
 from moegraft.stages import Permutation
 from moegraft.testing import (
@@ -18,6 +19,7 @@ from moegraft.testing import (
     FactorKind,
     assert_bit_equal,
     assert_close,
+    layer_case,
     random_activations,
     random_factors,
     random_routing,
@@ -25,7 +27,7 @@ from moegraft.testing import (
 )
 from moegraft.types import SiteFactors, TokenSlots, expert_site, linear_site
 
-METHODS: list[LoraMethod] = ["gathered", "segments"]
+METHODS: tuple[LoraMethod, ...] = get_args(LoraMethod)
 STAGES = CpuStages("segments")
 SITE = expert_site("experts", 5, 12, 7)
 SLOTS = [0, -1, 1, 2, 3, 0, 1]
@@ -195,61 +197,56 @@ def test_lora_shrink_computes_a_shared_a_once() -> None:
     assert not torch.equal(ranks.values[0], ranks.values[1])
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("layout", ["gate_first", "interleaved"])
-def test_shrink_and_expand_add_scale_b_a_x_to_their_columns_only(
-    layout: str, method: LoraMethod
-) -> None:
-    adapters = _adapters()
+@pytest.mark.parametrize("layout", ["gate_first", "up_first", "interleaved", "no_gate"])
+def test_shrink_and_expand_add_scale_b_a_x_to_their_own_columns(layout: str) -> None:
+    site = expert_site("experts", 5, 12, 7, LAYOUTS[layout])
+    adapters = [
+        random_factors(site, 3, "fused", seed=1),
+        random_factors(site, 6, experts=[4, 1, 0], scale=0.5, seed=2),
+        None,
+        random_factors(site, 2, projections=["up"], seed=3),
+    ]
+    sides = tuple(p.name for p in site.projections[:-1])
     perm, slots = _permutation()
     x = random_activations(7, 12)
-    packed = random_activations(perm.num_rows, 14, seed=5)
-    before = packed.clone()
-    up = packed[:, LAYOUTS[layout].columns("up", 7)]
-    table = site_table(SITE, adapters)
-    CpuStages(method).lora_shrink_expand(x, table, ("up",), perm, slots, (up,))
-    expected = before.double()
+    packed = random_activations(perm.num_rows, 7 * len(sides), seed=5)
+    before, expected = packed.clone(), packed.double()
+    table = site_table(site, adapters)
+    outs = tuple(packed[:, site.layout.columns(side, 7)] for side in sides)
+    ranks = STAGES.lora_shrink(x, table, sides, perm, slots)
+    STAGES.lora_expand(ranks, table, sides, perm, outs)
     for n in range(perm.num_rows):
         t = int(perm.row_to_token[n])
         adapter = adapters[SLOTS[t]] if SLOTS[t] >= 0 else None
         entry = -1 if adapter is None else adapter.entry(int(perm.row_to_expert[n]))
-        if adapter is None or entry < 0:
-            assert_bit_equal(packed[n], before[n], "a row without a delta")
-            continue
-        f = adapter.projections["up"]
-        a = f.lora_A[entry if f.lora_A.shape[0] > 1 else 0].double()
-        delta = f.scale * f.lora_B[entry].double() @ (a @ x[t].double())
-        expected[n, LAYOUTS[layout].columns("up", 7)] += delta
+        for side in sides:
+            columns = site.layout.columns(side, 7)
+            f = None if adapter is None else adapter.projections.get(side)
+            if f is None or entry < 0:
+                assert_bit_equal(packed[n, columns], before[n, columns], f"{side} without delta")
+            else:
+                delta = f.lora_B[entry].double() @ (f.lora_A[entry].double() @ x[t].double())
+                expected[n, columns] += f.scale * delta
     assert_close(packed, expected, torch.float32)
-    gate = LAYOUTS[layout].columns("gate", 7)
-    assert_bit_equal(packed[:, gate], before[:, gate], "the gate half")
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", FACTOR_KINDS)
 def test_offsets_past_two_to_the_31_elements_find_their_factors(
-    kind: FactorKind, method: LoraMethod
+    kind: FactorKind, lora_method: str
 ) -> None:
     """The arena is only reserved, not touched: the factors lie 2**31 + 2**20 elements into it."""
-    layout = TableLayout.of([SITE])
-    packed = pack_adapter({SITE.name: random_factors(SITE, 3, kind)}, layout, torch.float32)
+    site = expert_site("experts", 5, 24, 20)
+    adapter = random_factors(site, 3, kind)
+    case = layer_case(7, [adapter], [0])
+    layout = TableLayout.of([site])
+    packed = pack_adapter({site.name: adapter}, layout, torch.float32)
     start = 2**31 + 2**20
     arena = torch.empty(start + packed.data.numel() + 4)
     arena[start : start + packed.data.numel()] = packed.data
     row = packed.relocated(start // 4, layout)[None]
-    far = SiteTable(SITE, Arena(arena), layout.records(row, SITE), layout.expert_map(row, SITE))
-    near = site_table(SITE, [random_factors(SITE, 3, kind)])
-    perm, _ = _permutation(minus_ones=0.0)
-    perm = replace(perm, row_to_slot=torch.zeros(perm.num_rows, dtype=torch.int64))
-    x = random_activations(7, 12)
-    outs = []
-    for table in (near, far):
-        out = torch.zeros(perm.num_rows, 7)
-        slots = TokenSlots.of([0] * 7)
-        CpuStages(method).lora_shrink_expand(x, table, ("gate",), perm, slots, (out,))
-        outs.append(out)
-    assert bool(outs[0].any())
-    assert_bit_equal(outs[1], outs[0])
+    far = SiteTable(site, Arena(arena), layout.records(row, site), layout.expert_map(row, site))
+    assert_bit_equal(case.run(MoeLoraLayer(case.weights, far)), case.run())
+    assert not torch.equal(case.run(), case.run(base=True))
 
 
 @pytest.mark.parametrize("method", METHODS)
