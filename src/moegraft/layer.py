@@ -90,14 +90,12 @@ class MoeLoraLayer:
         gate_up = stages.gate_up(x_TH, weights, perm)
         if lora:
             assert table is not None and slots is not None
-            halves = [weights.layout.columns(side, weights.intermediate) for side in self._sides]
-            outs = tuple(gate_up[:, columns] for columns in halves)
-            stages.lora_shrink_expand(x_TH, table, self._sides, perm, slots, outs)
+            stages.lora_shrink_expand(x_TH, table, self._sides, perm, slots, gate_up)
         h = stages.activation(gate_up, weights)
         y = stages.down(h, weights, perm)
         if lora:
             assert table is not None and slots is not None
-            stages.lora_shrink_expand(h, table, ("down",), perm, slots, (y,))
+            stages.lora_shrink_expand(h, table, ("down",), perm, slots, y)
         out = stages.finalize(y, topk_weights, perm, self.routed_scaling_factor)
         return out.to(x_TH.dtype)
 

@@ -65,7 +65,7 @@ def moe_lora_reference(
         ``[T, H]`` in ``compute_dtype``.
     """
     num_tokens, top_k = topk_ids.shape
-    out = torch.zeros(num_tokens, weights.hidden, dtype=compute_dtype)
+    out = torch.zeros(num_tokens, weights.hidden, dtype=compute_dtype, device=x_TH.device)
     names = ("gate", "up") if weights.layout.gated else ("up",)
     columns = {name: weights.layout.columns(name, weights.intermediate) for name in names}
     for t in range(num_tokens):
@@ -104,7 +104,7 @@ def linear_lora_reference(
     compute_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Return the delta of a dense linear, ``[T, out]``, one token at a time; 0 for slot -1."""
-    out = torch.zeros(x.shape[0], out_features, dtype=compute_dtype)
+    out = torch.zeros(x.shape[0], out_features, dtype=compute_dtype, device=x.device)
     for t, slot in enumerate(token_slots):
         adapter = adapters[slot] if slot >= 0 else None
         if adapter is not None:

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from moegraft.factors import SiteTable
-from moegraft.types import ExpertWeights, TokenSlots
+from moegraft.types import ExpertWeights, Site, TokenSlots
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,16 @@ class RankVectors:
 
     values: tuple[torch.Tensor, ...]
     method: object = None
+
+
+def split_columns(
+    out: torch.Tensor, site: Site, projections: tuple[str, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Return each projection's columns of a packed ``[N, columns]`` tensor, as views."""
+    if projections == ("down",):
+        return (out,)
+    width = site.projection("up").out_features
+    return tuple(out[:, site.layout.columns(name, width)] for name in projections)
 
 
 class Stages(Protocol):
@@ -146,9 +156,13 @@ class Stages(Protocol):
         projections: tuple[str, ...],
         perm: Permutation,
         slots: TokenSlots,
-        outs: tuple[torch.Tensor, ...],
+        out: torch.Tensor,
     ) -> None:
-        """The run lora_shrink, lora_expand; a backend may fuse the two."""
+        """The run lora_shrink, lora_expand; a backend may fuse the two.
+
+        ``out`` is fp32 and packed: ``[N, 2I]`` in the host's columns for gate and up, ``[N, H]``
+        for down. Split it with :func:`split_columns`.
+        """
         ...
 
     def linear_lora(

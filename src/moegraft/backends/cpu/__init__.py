@@ -9,13 +9,19 @@ import torch
 
 from moegraft.backends.cpu import base, lora_gathered, lora_segments
 from moegraft.backends.cpu.linear_lora import linear_lora
+from moegraft.backends.cpu.lora_stacked import (
+    LINEAR,
+    cached_stack,
+    expand_stacked,
+    linear_stacked,
+)
 from moegraft.backends.cpu.permute import permute
 from moegraft.factors import SiteTable
 from moegraft.problem import Problem
-from moegraft.stages import Permutation
+from moegraft.stages import Permutation, split_columns
 from moegraft.types import TokenSlots
 
-LoraMethod = Literal["gathered", "segments"]
+LoraMethod = Literal["stacked", "gathered", "segments"]
 
 #: Above this many rows, reading each factor once beats gathering a copy per row.
 MAX_GATHERED_ROWS = 64
@@ -25,7 +31,8 @@ MAX_GATHERED_ROWS = 64
 class CpuStages:
     """The stage functions of :class:`moegraft.stages.Stages`, with the LoRA method fixed.
 
-    ``gathered`` fuses lora_shrink and lora_expand, ``segments`` runs one after the other.
+    ``stacked`` and ``gathered`` fuse lora_shrink and lora_expand (``stacked`` gathers where the
+    live adapters are too large to stack), ``segments`` runs one after the other.
     """
 
     lora_method: LoraMethod
@@ -45,20 +52,31 @@ class CpuStages:
         projections: tuple[str, ...],
         perm: Permutation,
         slots: TokenSlots,
-        outs: tuple[torch.Tensor, ...],
+        out: torch.Tensor,
     ) -> None:
         """See :meth:`moegraft.stages.Stages.lora_shrink_expand`."""
-        if self.lora_method == "gathered":
-            lora_gathered.lora_shrink_expand(rows, table, projections, perm, slots, outs)
-        else:
+        stack = cached_stack(table, projections, slots) if self.lora_method == "stacked" else None
+        if stack is not None:
+            per_token = projections != ("down",)
+            inputs = rows[perm.row_to_token] if per_token else rows
+            expand_stacked(inputs, stack, perm, slots, out)
+        elif self.lora_method == "segments":
             ranks = self.lora_shrink(rows, table, projections, perm, slots)
+            outs = split_columns(out, table.site, projections)
             self.lora_expand(ranks, table, projections, perm, outs)
+        else:
+            outs = split_columns(out, table.site, projections)
+            lora_gathered.lora_shrink_expand(rows, table, projections, perm, slots, outs)
 
     def linear_lora(
         self, x: torch.Tensor, table: SiteTable, slots: TokenSlots, out: torch.Tensor
     ) -> None:
         """See :meth:`moegraft.stages.Stages.linear_lora`."""
-        linear_lora(x, table, slots, out, gathered=self.lora_method == "gathered")
+        stack = cached_stack(table, LINEAR, slots) if self.lora_method == "stacked" else None
+        if stack is not None:
+            linear_stacked(x, stack, slots, out)
+        else:
+            linear_lora(x, table, slots, out, gathered=self.lora_method != "segments")
 
 
 def supports(problem: Problem) -> str | None:
@@ -74,7 +92,11 @@ def supports(problem: Problem) -> str | None:
 
 def choose(problem: Problem) -> tuple[CpuStages, str]:
     """Return the stages for a problem and one line that says why."""
-    method: LoraMethod = "gathered" if problem.num_pairs <= MAX_GATHERED_ROWS else "segments"
-    relation = "<=" if method == "gathered" else ">"
-    why = f"LoRA {method}: {problem.num_pairs} rows {relation} {MAX_GATHERED_ROWS}"
+    method: LoraMethod = "stacked" if problem.num_pairs <= MAX_GATHERED_ROWS else "segments"
+    if method == "stacked":
+        why = (
+            f"LoRA stacked if small, else gathered: {problem.num_pairs} rows <= {MAX_GATHERED_ROWS}"
+        )
+    else:
+        why = f"LoRA {method}: {problem.num_pairs} rows > {MAX_GATHERED_ROWS}"
     return CpuStages(method), why
