@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moegraft.backends import BACKENDS
-from moegraft.env import configure_logging, forced_backend
+from moegraft.env import configure_logging, forced_backend, log_level
 from moegraft.errors import MoegraftError, PlanError
 from moegraft.factors import site_table
 from moegraft.layer import LinearLora, MoeLoraLayer
@@ -128,7 +128,9 @@ def test_a_layer_plans_each_size_once_and_explains_it() -> None:
     assert layer.plan(6, 2) is not layer.plan(5, 2)
 
 
-def test_the_log_level_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_level_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     logger = logging.getLogger("moegraft")
     before = logger.level
     try:
@@ -137,8 +139,10 @@ def test_the_log_level_comes_from_the_environment(monkeypatch: pytest.MonkeyPatc
         assert logger.level == logging.DEBUG
         monkeypatch.setenv("MOEGRAFT_LOG", "loud")
         with pytest.raises(MoegraftError, match=r"MOEGRAFT_LOG='LOUD'.*WARNING"):
-            configure_logging()
-        assert logger.level == logging.DEBUG
+            log_level()
+        configure_logging()
+        assert logger.level == logging.WARNING
+        assert "'LOUD' is not a logging level" in caplog.text
         monkeypatch.delenv("MOEGRAFT_LOG")
         configure_logging()
         assert logger.level == logging.WARNING

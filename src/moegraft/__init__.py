@@ -8,14 +8,15 @@ graft.generate(**inputs, adapters=["sql", None], max_new_tokens=32)
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from moegraft._version import __version__
-from moegraft.adapters import ReadOptions
 from moegraft.env import configure_logging
 from moegraft.errors import AdapterError, MoegraftError, PlanError, UnsupportedError
 
 if TYPE_CHECKING:
+    from moegraft.adapters import ReadOptions
     from moegraft.hosts.transformers import Graft, attach
 
 configure_logging()
@@ -32,10 +33,21 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # transformers is optional and slow to import: only when attach is asked for.
-    if name in ("attach", "Graft"):
-        from moegraft.hosts import transformers as host
+#: Name -> its module, imported when the name is first used: torch alone takes a second, and the
+#: command line's --help needs none of it. transformers is optional.
+_LAZY = {
+    "Graft": "moegraft.hosts.transformers",
+    "ReadOptions": "moegraft.adapters",
+    "attach": "moegraft.hosts.transformers",
+}
 
-        return getattr(host, name)
-    raise AttributeError(f"module 'moegraft' has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'moegraft' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

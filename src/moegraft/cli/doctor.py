@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moegraft.cli.output import Outcome, check_mark, stdout_console, step
+from moegraft.env import forced_backend, log_level
+from moegraft.errors import MoegraftError
 
 #: A layer of Qwen3-30B-A3B: what people serve.
 _LAYER = {"top_k": 8, "num_experts": 128, "hidden": 2048, "intermediate": 768}
@@ -114,9 +115,13 @@ def find_problems(document: dict[str, Any]) -> list[dict[str, str]]:
             f"torch uses {cpu['torch_threads']} threads on {cpu['cores']} usable cores",
             f"set OMP_NUM_THREADS={cpu['cores']}",
         )
-    forced = os.environ.get("MOEGRAFT_BACKEND")
+    forced = forced_backend()
     if forced:
         add(f"MOEGRAFT_BACKEND={forced} overrides the plan's choice", "unset MOEGRAFT_BACKEND")
+    try:
+        log_level()
+    except MoegraftError as error:
+        add(str(error).rstrip("."), "set MOEGRAFT_LOG to a level, or unset it")
     for device in sorted({p["device"] for p in document["plans"] if p["backend"] is None}):
         add(f"no backend runs a layer on {device}", "see the reasons above; use another device")
     return found
