@@ -190,6 +190,26 @@ def test_experts_that_a_per_expert_file_leaves_out_are_mapped_to_nothing() -> No
     assert bound.factors[site.site].projections["gate"].lora_A.shape[0] == 2
 
 
+def test_the_report_counts_experts_per_projection() -> None:
+    tensors, config = tiny.tensors_of("per_expert/qwen3_moe/plain"), {"r": 3, "lora_alpha": 6}
+    partial = {k: t for k, t in tensors.items() if not re.search(r"experts\.[13]\.down_proj", k)}
+    report = bound_tensors(partial, config).report
+    for site in (site for site in report.sites if site.kind == "experts"):
+        counts = {name: projection.experts for name, projection in site.projections.items()}
+        assert counts == {"gate": 4, "up": 4, "down": 2}
+
+
+def test_the_report_counts_in_words() -> None:
+    tensors = tiny.tensors_of("per_expert/qwen3_moe/plain")
+    one_layer = {k: t for k, t in tensors.items() if ".layers.0.mlp" in k}
+    report = bound_tensors(one_layer, {"r": 3}).report
+    assert "to 1 experts module; ranks" in report.summary()
+    assert report.layouts == {"per_expert": "2-D factors per expert on 1 experts module"}
+    both = bound_case(EXPERTS).report
+    assert "to 4 linears, 2 experts modules; ranks" in both.summary()
+    assert both.layouts["linear"] == "2-D factors on 4 linears"
+
+
 @pytest.mark.parametrize(
     ("case", "ranks", "scales"),
     [

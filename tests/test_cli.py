@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -156,6 +157,22 @@ def test_inspect_prints_the_whole_report_of_a_refusal(capsys: pytest.CaptureFixt
     captured = capsys.readouterr()
     assert "Refused" in captured.out and "DoRA" in captured.out and "self_attn" in captured.out
     assert "would be refused" in captured.out
+
+
+def test_inspect_counts_in_words_and_per_projection(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    refused = PEFT / "qwen3_moe" / "modules_to_save"
+    assert main(["inspect", str(refused), "--model", str(MODELS / "qwen3_moe")]) == 2
+    assert "1 tensor: it is a full tensor" in capsys.readouterr().out
+    source = PER_EXPERT / "qwen3_moe" / "plain"
+    shutil.copy(source / "adapter_config.json", tmp_path)
+    tensors = load_file(source / "adapter_model.safetensors")
+    kept = {k: t for k, t in tensors.items() if not re.search(r"experts\.[13]\.down_proj", k)}
+    save_file(kept, tmp_path / "adapter_model.safetensors")
+    _, document = run_json(capsys, "inspect", tmp_path, "--model", MODELS / "qwen3_moe")
+    found = {c["place"].split()[-1]: c["experts_text"] for c in document["binding"]["coverage"]}
+    assert (found["gate"], found["up"], found["down"]) == ("4/4", "4/4", "2/4")
 
 
 def test_inspect_on_the_wrong_model(capsys: pytest.CaptureFixture[str]) -> None:

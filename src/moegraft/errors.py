@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+#: How to leave tensors of an adapter file out; ends a message.
+HOW_TO_SKIP = "skip=('REGEX OF THEIR NAMES',), on the command line --skip 'REGEX'."
+
 
 class MoegraftError(ValueError):
     """Base of every error raised because of the caller's input or environment.
@@ -27,3 +30,8 @@ def shorten(names: list[str], limit: int = 4) -> str:
     head = ", ".join(names[:limit])
     rest = len(names) - limit
     return f"{head} and {rest} more" if rest > 0 else head
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number and its noun, as ``1 tensor`` or ``2 tensors``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -11,7 +11,7 @@ from moegraft.adapters.layouts import LAYOUTS, ReadOptions
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.report import BindReport, ProjectionReport, SiteReport
 from moegraft.adapters.spec import ModelSpec
-from moegraft.errors import AdapterError, shorten
+from moegraft.errors import HOW_TO_SKIP, AdapterError, count, shorten
 from moegraft.types import Site, SiteFactors
 
 _LEAF_REASONS = {
@@ -57,6 +57,7 @@ def bind(
     skipped = {key for key in source.tensors if any(p.search(key) for p in skip)}
     pending = set(source.tensors) - skipped
     factors: dict[str, SiteFactors] = {}
+    experts: dict[str, dict[str, int]] = {}
     layouts: dict[str, str] = {}
     refused: dict[str, str] = {}
     notes: list[str] = []
@@ -69,6 +70,7 @@ def bind(
             refused.update(dict.fromkeys(result.used | set(result.refused), reason))
         else:
             factors.update(result.factors)
+            experts.update(result.experts)
             used |= result.used
             refused.update(result.refused)
             notes += result.notes
@@ -86,7 +88,11 @@ def bind(
         layouts=layouts,
         total=len(source.tensors),
         bound=len(used),
-        sites=tuple(_site_report(s, factors[s.name]) for s in spec.sites if s.name in factors),
+        sites=tuple(
+            _site_report(site, factors[site.name], experts.get(site.name, {}))
+            for site in spec.sites
+            if site.name in factors
+        ),
         refused=refused,
         skipped=tuple(sorted(skipped)),
         notes=tuple(notes),
@@ -100,8 +106,8 @@ def check_bound(report: BindReport, spec: ModelSpec) -> None:
         names = shorten(list(report.refused) or list(report.skipped))
         first = next(iter(report.refused.values()), "all were skipped")
         raise AdapterError(
-            f"{report.origin}: bound 0 of {report.total} tensors to {spec.name}. First names: "
-            f"{names}. Reason for the first: {first}. Was it trained for another model?"
+            f"{report.origin}: bound 0 of {count(report.total, 'tensor')} to {spec.name}. First "
+            f"names: {names}. Reason for the first: {first}. Was it trained for another model?"
         )
     if report.refused:
         by_reason: dict[str, list[str]] = {}
@@ -112,9 +118,9 @@ def check_bound(report: BindReport, spec: ModelSpec) -> None:
         if len(reasons) > _MAX_REASONS:
             details += f"; and {len(reasons) - _MAX_REASONS} more reasons"
         raise AdapterError(
-            f"{report.origin}: {len(report.refused)} of {report.total} tensors can't be served on "
-            f"{spec.name}, so nothing was loaded. {details}. To serve the adapter without them, "
-            "excuse them with skip=(regular expression of their names, ..)."
+            f"{report.origin}: {len(report.refused)} of {count(report.total, 'tensor')} can't be "
+            f"served on {spec.name}, so nothing was loaded. {details}. To serve the adapter "
+            f"without them, excuse them by name: {HOW_TO_SKIP}"
         )
 
 
@@ -135,7 +141,8 @@ def _why_left(source: AdapterSource, spec: ModelSpec, key: str) -> str:
     return spec.why_not(path)
 
 
-def _site_report(site: Site, factors: SiteFactors) -> SiteReport:
+def _site_report(site: Site, factors: SiteFactors, experts: Mapping[str, int]) -> SiteReport:
+    """Describe one site; ``experts``: projection -> experts with a factor, where not all have."""
     covered = site.num_experts
     if factors.expert_map is not None:
         covered = int((factors.expert_map >= 0).sum())
@@ -143,7 +150,7 @@ def _site_report(site: Site, factors: SiteFactors) -> SiteReport:
         name: ProjectionReport(
             rank=factor.rank,
             scale=factor.scale,
-            experts=covered,
+            experts=experts.get(name, covered),
             shared_a=factor.lora_A.shape[0] == 1 and covered > 1,
             shared_b=factor.lora_B.shape[0] == 1 and covered > 1,
         )

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moegraft.errors import count
+
 
 @dataclass(frozen=True)
 class ProjectionReport:
@@ -13,7 +15,7 @@ class ProjectionReport:
 
     Attributes:
         rank, scale: live rank and scale.
-        experts: how many experts have a delta; 1 for linears.
+        experts: how many experts have a delta in this projection; 1 for linears.
         shared_a, shared_b: True when one factor serves all experts.
     """
 
@@ -89,8 +91,9 @@ class BindReport:
         kinds: dict[str, int] = {}
         for site in self.sites:
             kinds[site.kind] = kinds.get(site.kind, 0) + 1
-        places = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "nothing"
+        nouns = {"experts": "experts module"}
+        places = ", ".join(count(n, nouns.get(kind, kind)) for kind, n in kinds.items())
         return (
-            f"bound {self.bound} of {self.total} tensors to {places}; ranks {ranks}, scales "
-            f"{scales}, {self.num_bytes / 1e6:.2f} MB"
+            f"bound {self.bound} of {count(self.total, 'tensor')} to {places or 'nothing'}; "
+            f"ranks {ranks}, scales {scales}, {self.num_bytes / 1e6:.2f} MB"
         )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moegraft.adapters.read import AdapterSource
+from moegraft.errors import count
 
 _EXPERT = re.compile(r"^(?P<module>.*\bexperts)\.(?P<expert>\d+)\.(?P<projection>\w+)$")
 _FUSED = re.compile(r"^(?P<module>.*\bexperts)(?P<wraps>(\.base_layer)*)$")
@@ -74,7 +75,7 @@ def guesses(source: AdapterSource) -> list[str]:
     layers = sorted({int(n) for key in source.keys.values() for n in _LAYER.findall(key.module)})
     if layers:
         span = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
-        found.append(f"{len(layers)} layers have tensors ({span})")
+        found.append(f"{count(len(layers), 'layer')} with tensors ({span})")
     found += _guess_per_expert(source)
     found += _guess_fused(source)
     if not _has_experts(source):
@@ -93,7 +94,8 @@ def _guess_per_expert(source: AdapterSource) -> list[str]:
     if not experts:
         return []
     return [
-        f"one factor pair per expert: {len(experts)} experts ({', '.join(sorted(projections))}), "
+        f"one factor pair per expert: {count(len(experts), 'expert')} "
+        f"({', '.join(sorted(projections))}), "
         f"the model has at least {max(experts) + 1}"
     ]
 
@@ -110,11 +112,11 @@ def _guess_fused(source: AdapterSource) -> list[str]:
     if not shapes:
         return []
     module, wraps = next(iter(shapes.items()))
-    found = [f"fused experts: {len(wraps)} wrapped parameters per experts module"]
+    found = [f"fused experts: {count(len(wraps), 'wrapped parameter')} per experts module"]
     first = wraps[max(wraps)].get("lora_A")
     rank = source.config.rank_for(f"{module}.gate_up_proj", source.config.r or 0)
     if first and rank and first[0] % rank == 0:
-        found.append(f"{first[0] // rank} experts, if the rank there is {rank}")
+        found.append(f"{count(first[0] // rank, 'expert')}, if the rank there is {rank}")
     if len(wraps) == 2:
         found += _guess_sizes(wraps[max(wraps)], wraps[min(wraps)])
     return found

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from moegraft.cli.models import meta_model, quiet_libraries
 from moegraft.cli.output import Outcome, check_mark, megabytes, stdout_console, step, visible
+from moegraft.errors import count
 
 _NAMES_SHOWN = 3
 
@@ -122,7 +123,7 @@ def _render_binding(console: Console, binding: dict[str, Any]) -> None:
         _head(console, "Refused")
         for reason, names in _by_reason(report["refused"]).items():
             more = len(names) - _NAMES_SHOWN
-            text = Text(visible(f"{len(names)} tensors: {reason}"), style="red")
+            text = Text(visible(f"{count(len(names), 'tensor')}: {reason}"), style="red")
             console.print(Padding(text, (0, 0, 0, 2), expand=False))
             shown = names[:_NAMES_SHOWN] + ([f"and {more} more"] if more > 0 else [])
             _lines(console, shown, indent=4)
@@ -133,8 +134,8 @@ def _render_binding(console: Console, binding: dict[str, Any]) -> None:
     verdict = "binds in full" if binding["binds"] else "would be refused; nothing would be loaded"
     console.print(
         check_mark(console, binding["binds"]),
-        f"{report['bound']} of {report['total']} tensors bind ({megabytes(report['num_bytes'])}): "
-        f"the adapter {verdict}.",
+        f"{report['bound']} of {count(report['total'], 'tensor')} bound "
+        f"({megabytes(report['num_bytes'])}): the adapter {verdict}.",
     )
 
 

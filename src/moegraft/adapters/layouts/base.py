@@ -60,6 +60,8 @@ class LayoutResult:
         factors: site name -> factors.
         used: tensor names that are in ``factors``.
         refused: tensor name -> why this layout can't serve it.
+        experts: experts site -> projection -> how many experts have a factor in the file, where
+            that is fewer than ``factors`` say: some entries of a stack may be padding.
         evidence: why the layout applies; "" when it found nothing.
         notes: warnings for the report.
     """
@@ -67,6 +69,7 @@ class LayoutResult:
     factors: dict[str, SiteFactors] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
+    experts: dict[str, dict[str, int]] = field(default_factory=dict)
     evidence: str = ""
     notes: list[str] = field(default_factory=list)
 

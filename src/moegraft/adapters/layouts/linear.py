@@ -6,9 +6,12 @@ exchanged sizes mean another model.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, not_a_pair, pair_up
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
+from moegraft.errors import count
 from moegraft.types import LINEAR_PROJECTION, LoraFactor, SiteFactors
 
 
@@ -57,8 +60,14 @@ class DenseLinear:
             result.factors[site.name] = SiteFactors({LINEAR_PROJECTION: factor})
             result.used.update(keys)
         if result.used:
-            result.evidence = f"2-D factors on {len(result.factors)} linears or routers"
+            result.evidence = _evidence(spec, result)
         return result
+
+
+def _evidence(spec: ModelSpec, result: LayoutResult) -> str:
+    """Say how many of what was found, as ``2-D factors on 4 linears, 1 router``."""
+    kinds = Counter(site.kind for site in spec.sites if site.name in result.factors)
+    return f"2-D factors on {', '.join(count(n, kind) for kind, n in sorted(kinds.items()))}"
 
 
 def _router_name(source: AdapterSource, module: str) -> str:

@@ -35,6 +35,7 @@ import torch
 from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, pair_up
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
+from moegraft.errors import count
 from moegraft.types import LoraFactor, Site, SiteFactors
 
 Orientation = Literal["normal", "swapped"]
@@ -123,8 +124,8 @@ class PeftFused:
             result.used.update(parameter.keys)
         if result.used:
             result.evidence = (
-                f"fused [E*r, in] factors on {len(result.factors)} experts modules; {orientation} "
-                f"orientation ({evidence}); B {order}"
+                f"fused [E*r, in] factors on {count(len(result.factors), 'experts module')}; "
+                f"{orientation} orientation ({evidence}); B {order}"
             )
         return result
 
@@ -221,7 +222,7 @@ class PeftFused:
             all_keys,
             "in and out sizes are equal and the config names no PEFT version, so normal and "
             "swapped orientation can't be told apart: pass orientation='normal' (PEFT >= 0.19.1) "
-            "or 'swapped'",
+            "or 'swapped' (command line: --orientation)",
         )
         return None, ""
 
@@ -244,7 +245,8 @@ class PeftFused:
             elif isinstance(mapping, dict) and mapping.get("unsloth_fixed"):
                 result.notes.append(
                     "the config shows signs of Unsloth, whose files before 2026-09-17 order B by "
-                    "expert; if outputs look scrambled pass expert_b_layout='grouped_by_expert'"
+                    "expert; if outputs look scrambled pass expert_b_layout='grouped_by_expert' "
+                    "(command line: --expert-b-layout)"
                 )
         return chosen == "grouped_by_expert", f"{chosen} ({why})"
 

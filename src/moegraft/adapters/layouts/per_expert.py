@@ -15,6 +15,7 @@ import torch
 from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, not_a_pair, pair_up
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
+from moegraft.errors import count
 from moegraft.types import LoraFactor, Site, SiteFactors
 
 _PATH = re.compile(r"^(?P<experts>.*\bexperts)\.(?P<expert>\d{1,9})\.(?P<projection>\w+)$")
@@ -65,8 +66,11 @@ class PerExpert:
         for site_name, site in sites.items():
             projections = {name: e for name, e in found[site_name].items() if e}
             result.factors[site_name] = _stack(site, projections, result)
+            result.experts[site_name] = {name: len(e) for name, e in projections.items()}
         if result.used:
-            result.evidence = f"2-D factors per expert on {len(result.factors)} experts modules"
+            result.evidence = (
+                f"2-D factors per expert on {count(len(result.factors), 'experts module')}"
+            )
         return result
 
 

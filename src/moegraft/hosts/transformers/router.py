@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from moegraft.errors import UnsupportedError
+from moegraft.errors import HOW_TO_SKIP, UnsupportedError
 from moegraft.hosts.transformers.state import StepState
 from moegraft.layer import LinearLora
 from moegraft.types import TokenSlots
@@ -77,7 +77,8 @@ def hook_router(
         if mode.calls != 1 and output is not None:
             raise UnsupportedError(
                 f"{path} ({type(module).__name__}) multiplies by its weight {mode.calls} times per "
-                "forward, so router LoRA can't be applied; load the adapter with skip= for it."
+                "forward, so router LoRA can't be applied; load the adapter without its tensors: "
+                f"{HOW_TO_SKIP}"
             )
 
     return [
