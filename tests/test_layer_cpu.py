@@ -56,6 +56,15 @@ def test_every_activation(activation: str, dtype: torch.dtype) -> None:
     assert_case(case)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_h_is_rounded_to_the_dtype_of_x_not_of_the_weights(dtype: torch.dtype) -> None:
+    site = expert_site("experts", 5, 24, 20)
+    case = layer_case(12, mixed_adapters(site, dtype), [1, -1, 2], dtype=dtype)
+    case = replace(case, x=case.x.float())  # the tolerances are those of x's dtype
+    assert case.run().dtype == torch.float32
+    assert_case(case)
+
+
 def test_gpt_oss_layer(lora_method: str) -> None:
     layout = LAYOUTS["interleaved_in_major"]
     site = expert_site("experts", 5, 24, 20, layout)

@@ -117,7 +117,7 @@ def test_gate_up_and_down_multiply_each_row_by_its_experts_weights(
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_is_the_formula_of_the_types_module(name: str) -> None:
     activation = ACTIVATIONS[name]
-    weights = random_weights(2, 4, 6, activation=activation, dtype=torch.float16)
+    weights = random_weights(2, 4, 6, activation=activation)
     rows = random_activations(9, 12, seed=1) * 2
     gate, up = rows[:, :6], rows[:, 6:]
     plain = {
@@ -133,7 +133,8 @@ def test_activation_is_the_formula_of_the_types_module(name: str) -> None:
     }
     g = gate.clamp(max=0.7)
     plain["clamped"] = g * torch.sigmoid(1.702 * g) * (up.clamp(-0.7, 0.7) + 1)
-    h = STAGES.activation(rows, weights)
+    h = STAGES.activation(rows, weights, torch.float16)
+    assert h.dtype == torch.float16
     assert_close(h, plain[name], torch.float16)
     assert bool((rows.abs() > 0.7).any())
 
@@ -147,7 +148,7 @@ def test_activation_finds_gate_and_up_in_every_order(order: str) -> None:
         "interleaved": torch.stack([gate, up], 2).reshape(3, 12),
     }
     weights = random_weights(2, 4, 6, LAYOUTS[order])
-    h = STAGES.activation(packed[order], weights)
+    h = STAGES.activation(packed[order], weights, torch.float32)
     assert_close(h, torch.nn.functional.silu(gate) * up, torch.float32)
 
 

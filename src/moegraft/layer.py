@@ -91,7 +91,7 @@ class MoeLoraLayer:
         if lora:
             assert table is not None and slots is not None
             stages.lora_shrink_expand(x_TH, table, self._sides, perm, slots, gate_up)
-        h = stages.activation(gate_up, weights)
+        h = stages.activation(gate_up, weights, x_TH.dtype)
         y = stages.down(h, weights, perm)
         if lora:
             assert table is not None and slots is not None

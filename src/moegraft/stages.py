@@ -112,8 +112,10 @@ class Stages(Protocol):
         """``out[n] = W_gate_up[e_n] x[t_n] + b[e_n]``: fp32 ``[N, 2I]`` in the host's columns."""
         ...
 
-    def activation(self, gate_up: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
-        """``h = act(gate, up)`` in fp32, rounded to the weights' dtype: ``[N, I]``."""
+    def activation(
+        self, gate_up: torch.Tensor, weights: ExpertWeights, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """``h = act(gate, up)`` in fp32, rounded to ``dtype``, that of x: ``[N, I]``."""
         ...
 
     def down(self, h_NI: torch.Tensor, weights: ExpertWeights, perm: Permutation) -> torch.Tensor:

@@ -16,10 +16,10 @@ def gate_up(x_TH: torch.Tensor, weights: ExpertWeights, perm: Permutation) -> to
     return grouped_mm(rows, weights.gate_up_oi, weights.gate_up_bias, perm)
 
 
-def activation(gate_up: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
+def activation(gate_up: torch.Tensor, weights: ExpertWeights, dtype: torch.dtype) -> torch.Tensor:
     """See :meth:`moegraft.stages.Stages.activation`."""
     h = apply_activation(gate_up, weights.activation, weights.layout, weights.intermediate)
-    return h.to(weights.dtype)
+    return h.to(dtype)
 
 
 def down(h_NI: torch.Tensor, weights: ExpertWeights, perm: Permutation) -> torch.Tensor:
