@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import replace
+from weakref import ref
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from moegraft.backends import BACKENDS
 from moegraft.env import configure_logging, forced_backend, log_level
 from moegraft.errors import MoegraftError, PlanError
 from moegraft.factors import site_table
-from moegraft.layer import LinearLora, MoeLoraLayer
+from moegraft.layer import MAX_PLANS, LinearLora, MoeLoraLayer
 from moegraft.plan import make_plan
 from moegraft.problem import Problem
 from moegraft.testing import random_weights
@@ -126,6 +128,16 @@ def test_a_layer_plans_each_size_once_and_explains_it() -> None:
     assert layer.plan(5, 2) is layer.plan(5, 2)
     assert "T=5 K=2" in layer.plan(5, 2).explain()
     assert layer.plan(6, 2) is not layer.plan(5, 2)
+
+
+def test_layers_keep_the_plans_of_a_limited_number_of_sizes() -> None:
+    layer = MoeLoraLayer(random_weights(2, 4, 3))
+    table = site_table(linear_site("q_proj", 4, 3), [])
+    linear = LinearLora(table, torch.float32, torch.device("cpu"))
+    plans = [ref(layer.plan(tokens, 2)) for tokens in range(500)]
+    plans += [ref(linear.plan(tokens)) for tokens in range(500)]
+    gc.collect()
+    assert sum(plan() is not None for plan in plans) <= 2 * MAX_PLANS
 
 
 def test_the_log_level_comes_from_the_environment(

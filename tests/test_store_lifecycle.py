@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moegraft.adapters import BoundAdapter
+from moegraft.backends.cpu import CpuStages, LoraMethod
 from moegraft.errors import AdapterError
 from moegraft.layer import MoeLoraLayer
 from moegraft.testing import (
@@ -17,7 +18,7 @@ from moegraft.testing import (
     layer_case,
     random_adapter,
 )
-from moegraft.types import LoraFactor, SiteFactors
+from moegraft.types import LoraFactor, SiteFactors, TokenSlots
 from store_tools import (
     SITES,
     assert_holds,
@@ -131,6 +132,24 @@ def test_a_layer_sees_every_write_and_every_clear_of_its_bank() -> None:
             bank.write(slot, "a", pack(bank, adapter))
         now = tuple(None if a is None else a.factors[site.name] for a in held)
         assert_bit_equal(case.run(layer), replace(case, adapters=now).run(), f"{slot}: {seed}")
+
+
+@pytest.mark.parametrize("method", ["gathered", "segments"])
+def test_what_a_batch_keeps_does_not_grow_with_the_writes_of_the_bank(method: LoraMethod) -> None:
+    stages = CpuStages(method)
+    bank = make_bank(2, arena_bytes=1 << 20)
+    experts, linear = (bank.site_table(site.name) for site in SITES[:2])
+    slots = TokenSlots.of([0, 1, -1, 0])
+    perm = stages.permute(torch.tensor([[0], [1], [2], [3]]), slots, 4, 0)
+    sizes = []
+    for seed in range(5):
+        bank.write(seed % 2, "a", pack(bank, random_adapter(SITES, 3, seed=seed)))
+        x = torch.ones(4, 8)
+        out = torch.zeros(4, 2 * SITES[0].projection("up").out_features)
+        stages.lora_shrink_expand(x, experts, ("gate", "up"), perm, slots, out)
+        stages.linear_lora(x, linear, slots, torch.zeros(4, SITES[1].projections[0].out_features))
+        sizes.append(len(slots.cache))
+    assert len(set(sizes)) == 1, sizes
 
 
 def test_unloading_gives_the_bytes_back() -> None:

@@ -7,6 +7,8 @@ Each stage is specified in :mod:`moegraft.stages`, its maths in :mod:`moegraft.r
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
+
 import torch
 
 from moegraft.activations import check_activation
@@ -14,7 +16,10 @@ from moegraft.errors import MoegraftError
 from moegraft.factors import SiteTable
 from moegraft.plan import Plan, make_plan
 from moegraft.problem import Problem
-from moegraft.types import ExpertWeights, TokenSlots, expert_site
+from moegraft.types import ExpertWeights, Site, TokenSlots, expert_site
+
+#: Plans that a layer keeps, by number of tokens: every length of prompt brings another.
+MAX_PLANS = 64
 
 
 class MoeLoraLayer:
@@ -47,18 +52,13 @@ class MoeLoraLayer:
         self.table = table
         self.expert_offset = expert_offset
         self.routed_scaling_factor = routed_scaling_factor
-        self._backend = backend
-        self._plans: dict[tuple[int, int], Plan] = {}
+        self._plan = lru_cache(MAX_PLANS)(partial(_plan_experts, weights, backend))
         self._sides = ("gate", "up") if weights.layout.gated else ("up",)
         self.plan(num_tokens=1, top_k=1)
 
     def plan(self, num_tokens: int, top_k: int) -> Plan:
         """Return the plan for a batch of T tokens; ``plan(...).explain()`` says why."""
-        key = (num_tokens, top_k)
-        if key not in self._plans:
-            problem = Problem.of(self.weights, num_tokens, top_k)
-            self._plans[key] = make_plan(problem, self._backend)
-        return self._plans[key]
+        return self._plan(num_tokens, top_k)
 
     def __call__(
         self,
@@ -127,6 +127,16 @@ class MoeLoraLayer:
             _check_live(slots, self.table)
 
 
+def _plan_experts(weights: ExpertWeights, backend: str | None, num_tokens: int, top_k: int) -> Plan:
+    return make_plan(Problem.of(weights, num_tokens, top_k), backend)
+
+
+def _plan_linear(site: Site, where: tuple[str, str], backend: str | None, num_tokens: int) -> Plan:
+    sizes = site.projections[0]
+    problem = Problem.of_linear(*where, num_tokens, sizes.in_features, sizes.out_features)
+    return make_plan(problem, backend)
+
+
 def _check_table(table: SiteTable, weights: ExpertWeights) -> None:
     """Raise unless the table was made for experts of these sizes."""
     sizes = (weights.num_experts, weights.hidden, weights.intermediate, weights.layout)
@@ -168,20 +178,13 @@ class LinearLora:
         backend: str | None = None,
     ) -> None:
         self.table = table
-        self._where = (str(dtype).removeprefix("torch."), device.type)
-        self._backend = backend
-        self._plans: dict[int, Plan] = {}
+        where = (str(dtype).removeprefix("torch."), device.type)
+        self._plan = lru_cache(MAX_PLANS)(partial(_plan_linear, table.site, where, backend))
         self.plan(num_tokens=1)
 
     def plan(self, num_tokens: int) -> Plan:
         """Return the plan for T tokens."""
-        if num_tokens not in self._plans:
-            sizes = self.table.site.projections[0]
-            problem = Problem.of_linear(
-                *self._where, num_tokens, sizes.in_features, sizes.out_features
-            )
-            self._plans[num_tokens] = make_plan(problem, self._backend)
-        return self._plans[num_tokens]
+        return self._plan(num_tokens)
 
     def has_delta(self, slots: TokenSlots) -> bool:
         """True when any live adapter has a factor here (reads the table on the host)."""

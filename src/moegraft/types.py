@@ -7,16 +7,17 @@ Letters used for shapes, here and everywhere:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from moegraft.errors import MoegraftError
 
 GateUpOrder = Literal["gate_first", "up_first", "interleaved", "no_gate"]
+_Derived = TypeVar("_Derived")
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "custom"]
 
 #: Projections of an experts site, in the order of the factor table's rows.
@@ -311,7 +312,8 @@ class TokenSlots:
     Attributes:
         slots: int32 ``[T]``, -1 = base only.
         live: the distinct slots >= 0, ascending, known on the host; empty = base-only batch.
-        cache: what host-side backends derived from the slots, kept for the batch's later steps.
+        cache: what host-side backends derived from the slots, kept for the batch's later steps;
+            see :meth:`derived`.
 
     Example: four tokens, the last two on slot 3: ``slots = [-1, -1, 3, 3]``, ``live = (3,)``.
     """
@@ -326,6 +328,18 @@ class TokenSlots:
         tensor = torch.as_tensor(slots, dtype=torch.int32)
         live = tuple(sorted({int(s) for s in tensor.tolist() if s >= 0}))
         return TokenSlots(tensor.to(device), live)
+
+    def derived(self, key: Hashable, version: int, make: Callable[[], _Derived]) -> _Derived:
+        """Return what ``make`` derived from these slots and one version of a factor table.
+
+        Only the last version is kept per key, so that a batch that outlives many writes of the
+        bank (a server's warm slots) does not pile up what nobody can ask for again.
+        """
+        found = self.cache.get(key)
+        if found is None or found[0] != version:
+            found = self.cache[key] = (version, make())
+        value: _Derived = found[1]
+        return value
 
     @property
     def num_tokens(self) -> int:

@@ -54,11 +54,11 @@ def linear_lora(
 ) -> None:
     """See :meth:`moegraft.stages.Stages.linear_lora`; ``gathered`` picks the method."""
     host = host_table(table)
-    key = (table, "linear", gathered, host.version)
-    groups = slots.cache.get(key)
-    if groups is None:
-        groups = _rows_of(host, slots, per_slot=not gathered)
-        slots.cache[key] = groups
+    groups = slots.derived(
+        (table, "linear", gathered),
+        host.version,
+        lambda: _rows_of(host, slots, per_slot=not gathered),
+    )
     sizes = table.site.projections[0]
     for group in groups:
         shape = group.shape

@@ -82,12 +82,11 @@ def _pairs_of(
 def _cached_pairs(
     table: SiteTable, host: HostTable, i: int, slots: TokenSlots, top_k: int
 ) -> list[_Pairs]:
-    key = (table, i, top_k, host.version)
-    found = slots.cache.get(key)
-    if found is None:
-        found = _pairs_of(host, host.projections[i], slots, top_k)
-        slots.cache[key] = found
-    return found
+    return slots.derived(
+        (table, i, top_k),
+        host.version,
+        lambda: _pairs_of(host, host.projections[i], slots, top_k),
+    )
 
 
 def lora_shrink_expand(
