@@ -11,6 +11,7 @@ from moegraft.backends.cpu import base, lora_gathered, lora_segments
 from moegraft.backends.cpu.linear_lora import linear_lora
 from moegraft.backends.cpu.lora_stacked import (
     LINEAR,
+    Stack,
     cached_stack,
     expand_stacked,
     linear_stacked,
@@ -31,11 +32,14 @@ MAX_GATHERED_ROWS = 64
 class CpuStages:
     """The stage functions of :class:`moegraft.stages.Stages`, with the LoRA method fixed.
 
-    ``stacked`` and ``gathered`` fuse lora_shrink and lora_expand (``stacked`` gathers where the
-    live adapters are too large to stack), ``segments`` runs one after the other.
+    Attributes:
+        lora_method: ``stacked`` and ``gathered`` fuse lora_shrink and lora_expand, ``segments``
+            runs one after the other.
+        fallback: what ``stacked`` does where the live adapters are too large to stack.
     """
 
     lora_method: LoraMethod
+    fallback: Literal["gathered", "segments"] = "gathered"
 
     permute = staticmethod(permute)
     gate_up = staticmethod(base.gate_up)
@@ -55,12 +59,10 @@ class CpuStages:
         out: torch.Tensor,
     ) -> None:
         """See :meth:`moegraft.stages.Stages.lora_shrink_expand`."""
-        stack = cached_stack(table, projections, slots) if self.lora_method == "stacked" else None
+        stack = self._stack(table, projections, slots, out.shape[0])
         if stack is not None:
-            per_token = projections != ("down",)
-            inputs = rows[perm.row_to_token] if per_token else rows
-            expand_stacked(inputs, stack, perm, slots, out)
-        elif self.lora_method == "segments":
+            expand_stacked(rows, stack, perm, slots, out, per_token=projections != ("down",))
+        elif self._otherwise == "segments":
             ranks = self.lora_shrink(rows, table, projections, perm, slots)
             outs = split_columns(out, table.site, projections)
             self.lora_expand(ranks, table, projections, perm, outs)
@@ -72,11 +74,23 @@ class CpuStages:
         self, x: torch.Tensor, table: SiteTable, slots: TokenSlots, out: torch.Tensor
     ) -> None:
         """See :meth:`moegraft.stages.Stages.linear_lora`."""
-        stack = cached_stack(table, LINEAR, slots) if self.lora_method == "stacked" else None
+        stack = self._stack(table, LINEAR, slots, out.shape[0])
         if stack is not None:
             linear_stacked(x, stack, slots, out)
         else:
-            linear_lora(x, table, slots, out, gathered=self.lora_method != "segments")
+            linear_lora(x, table, slots, out, gathered=self._otherwise == "gathered")
+
+    @property
+    def _otherwise(self) -> str:
+        return self.fallback if self.lora_method == "stacked" else self.lora_method
+
+    def _stack(
+        self, table: SiteTable, projections: tuple[str, ...], slots: TokenSlots, num_rows: int
+    ) -> Stack | None:
+        if self.lora_method != "stacked":
+            return None
+        stack = cached_stack(table, projections, slots)
+        return stack if stack is not None and stack.allows(num_rows) else None
 
 
 def supports(problem: Problem) -> str | None:
@@ -92,11 +106,11 @@ def supports(problem: Problem) -> str | None:
 
 def choose(problem: Problem) -> tuple[CpuStages, str]:
     """Return the stages for a problem and one line that says why."""
-    method: LoraMethod = "stacked" if problem.num_pairs <= MAX_GATHERED_ROWS else "segments"
-    if method == "stacked":
-        why = (
-            f"LoRA stacked if small, else gathered: {problem.num_pairs} rows <= {MAX_GATHERED_ROWS}"
-        )
-    else:
-        why = f"LoRA {method}: {problem.num_pairs} rows > {MAX_GATHERED_ROWS}"
-    return CpuStages(method), why
+    few = problem.num_pairs <= MAX_GATHERED_ROWS
+    fallback: Literal["gathered", "segments"] = "gathered" if few else "segments"
+    relation = "<=" if few else ">"
+    why = (
+        f"LoRA stacked where the live adapters are small, else {fallback} "
+        f"({problem.num_pairs} rows {relation} {MAX_GATHERED_ROWS})"
+    )
+    return CpuStages("stacked", fallback), why

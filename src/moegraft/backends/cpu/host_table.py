@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -69,6 +69,7 @@ class HostTable:
         expert_map: int64 ``[S, E]``, or None for linears.
         full: per slot, True when expert e has entry e for all experts.
         arena: the memory at that version.
+        stacks: what :mod:`moegraft.backends.cpu.lora_stacked` built from this version.
     """
 
     version: int
@@ -76,6 +77,7 @@ class HostTable:
     expert_map: torch.Tensor | None
     full: tuple[bool, ...]
     arena: torch.Tensor
+    stacks: dict[Hashable, object] = field(default_factory=dict)
     _windows: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
 
     def windows(self, rank: int, width: int, row_stride: int) -> torch.Tensor:
