@@ -175,6 +175,30 @@ def test_inspect_counts_in_words_and_per_projection(
     assert (found["gate"], found["up"], found["down"]) == ("4/4", "4/4", "2/4")
 
 
+def test_inspect_reads_as_the_options_say(capsys: pytest.CaptureFixture[str]) -> None:
+    dora = ("inspect", PEFT / "qwen3_moe" / "dora_attention", "--model", MODELS / "qwen3_moe")
+    _, document = run_json(capsys, *dora)
+    assert "--skip" in document["error"]
+    code, document = run_json(capsys, *dora, "--skip", "no_such", "--skip", "magnitude")
+    report = document["binding"]["report"]
+    assert code == 0 and len(report["skipped"]) == report["total"] - report["bound"] > 0
+    assert document["read_options"] == {"skip": ["no_such", "magnitude"]}
+    assert main([*map(str, dora), "--skip", "magnitude"]) == 0
+    text = capsys.readouterr().out
+    assert "Skipped  4 tensors" in text and "binds without what was skipped" in text
+    experts = ("inspect", PEFT / "qwen3_moe" / "experts", "--model", MODELS / "qwen3_moe")
+    layout = ("--expert-b-layout", "grouped_by_expert", "--orientation", "normal")
+    _, document = run_json(capsys, *experts, *layout)
+    assert "grouped_by_expert (by option)" in document["binding"]["report"]["layouts"]["peft_fused"]
+
+
+def test_inspect_options_need_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = PEFT / "qwen3_moe" / "experts"
+    assert "need --model" in run_error(capsys, "inspect", adapter, "--skip", "x")
+    assert "not a regular" in run_error(capsys, "inspect", adapter, "--skip", "(")
+    assert "sideways" in run_error(capsys, "inspect", adapter, "--orientation", "sideways")
+
+
 def test_inspect_on_the_wrong_model(capsys: pytest.CaptureFixture[str]) -> None:
     code, document = run_json(
         capsys, "inspect", PEFT / "gpt_oss" / "experts", "--model", MODELS / "qwen3_moe"

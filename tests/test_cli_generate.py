@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moegraft.cli import main
+from moegraft.cli import main, read_options
 
 FIXTURES = Path(__file__).parent / "fixtures"
 PEFT = FIXTURES / "peft" / "0.21.2" / "qwen3_moe"
@@ -123,7 +123,17 @@ def test_sampling_repeats_with_its_seed(model: Path, capsys: pytest.CaptureFixtu
         (["--prompt", ":x", "--sample", "--temperature", "0"], "over 0"),
         (["--prompt", ":x", "--sample", "--top-p", "1.5"], "at most 1"),
         (["--prompt", ":x", "--dtype", "int4"], "--dtype"),
-        (["--prompt", ":x", "--device", "abacus"], "abacus"),
+        (["--prompt", ":x", "--device", "abacus"], "'abacus' is no torch device"),
+        (["--prompt", ":x", "--device", "mps"], "on mps: cpu: the tensors are on mps"),
+        (["--prompt", ":x", "--skip", "("], "skip '(' is not a regular expression"),
+        (
+            ["--prompt", ":x", "--skip", "sql=x"],
+            "no adapter 'sql'; given with --adapter: all, down",
+        ),
+        (["--prompt", ":x", "--orientation", "upside"], "orientation='upside'"),
+        (["--prompt", ":x", "--orientation", "new=normal"], "no adapter 'new'"),
+        (["--prompt", ":x", *("--orientation", "normal") * 2], "all adapters already got 'normal'"),
+        (["--prompt", ":x", *("--orientation", "all=normal") * 2], "adapter 'all' already got"),
         (["--prompt", ":x", "--model", "/no/such/model"], "no model folder"),
         ([], "--prompt"),
     ],
@@ -136,6 +146,49 @@ def test_errors(
     message = json.loads(captured.out)["error"]
     assert part in message
     assert captured.err.splitlines()[-1] == f"error: {message}"
+
+
+def test_cuda_is_refused_before_anything_is_loaded_and_the_right_thing_is_blamed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def message() -> str:
+        command = ["generate", "--model", "/no/such/model", "--prompt", ":x", "--device", "cuda:1"]
+        assert main(command) == 2
+        return capsys.readouterr().err
+
+    monkeypatch.setattr("moegraft.plan.select.BACKENDS", {"cpu": "moegraft.backends.cpu"})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert "is built without CUDA" in message()
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert "sees no CUDA device" in message()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    refusal = message()
+    assert "CUDA" not in refusal and "No backend can run" in refusal and "on cuda" in refusal
+
+
+def test_read_options_hold_for_all_adapters_or_for_the_one_they_name(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--skip", "lora_magnitude", "--skip", "down=q_proj", "--orientation", "down=normal"]
+    layout = ["--expert-b-layout", "rank_major", "--prompt", "dora:x", "--prompt", "down:x"]
+    dora = ["--adapter", f"dora={PEFT / 'dora_attention'}"]
+    assert main(arguments(model, *dora, *options, *layout, "--json")) == 0
+    document = json.loads(capsys.readouterr().out)
+    common = {"skip": ["lora_magnitude"], "expert_b_layout": "rank_major"}
+    down = {**common, "skip": ["lora_magnitude", "q_proj"], "orientation": "normal"}
+    assert document["read_options"] == {"all": common, "down": down, "dora": common}
+
+
+def test_read_options_need_an_adapter(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", str(model), "--prompt", ":x", "--skip", "x"]) == 2
+    assert "no --adapter is given" in capsys.readouterr().err
+
+
+def test_an_equals_sign_of_a_regular_expression_is_no_name() -> None:
+    found = read_options.per_adapter(["a", "b"], ["x(?=y)", "(?<=z)w", "b=q=r"], [], [])
+    assert found["a"].skip == ("x(?=y)", "(?<=z)w")
+    assert found["b"].skip == ("x(?=y)", "(?<=z)w", "q=r")
 
 
 def test_wrong_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,15 +6,19 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from moegraft.cli.models import load_model, load_tokenizer, quiet_libraries
+from moegraft.cli import read_options
+from moegraft.cli.models import check_device, load_model, load_tokenizer, quiet_libraries
 from moegraft.cli.output import Outcome, stdout_console, step, visible
 from moegraft.errors import MoegraftError
+
+if TYPE_CHECKING:
+    from moegraft import ReadOptions
 
 #: The word for "no adapter" in prompts and in what is printed.
 BASE = "base"
@@ -32,11 +36,24 @@ def generate(
         list[str] | None,
         typer.Option(metavar="NAME=DIR", help="An adapter folder and the name to give it."),
     ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="[NAME=]REGEX", help=read_options.SKIP_HELP)
+    ] = None,
+    orientation: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]normal|swapped", help=read_options.ORIENTATION_HELP),
+    ] = None,
+    expert_b_layout: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]rank_major|grouped_by_expert", help=read_options.B_LAYOUT_HELP
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write per prompt.")] = 48,
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Dtype to load the model in.")
     ] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ..")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where to run; only cpu has a backend.")] = "cpu",
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of greedy.")] = False,
     temperature: Annotated[
         float | None, typer.Option(help="With --sample: higher is wilder (1.0).")
@@ -50,15 +67,21 @@ def generate(
     """Write a continuation for every prompt, all in one batch, each with its own adapter.
 
     Prompts are used as written; no chat template is applied.
+
+    An option with NAME= in front holds for that adapter only.
     """
     folders = parse_adapters(adapter or [])
     rows = parse_prompts(prompt, folders)
     sampling = _sampling(sample, temperature, top_p, seed)
+    options = read_options.per_adapter(
+        folders, skip or [], orientation or [], expert_b_layout or []
+    )
+    check_device(device, dtype)
     with quiet_libraries():
         with step(f"Loading {model} in {dtype}"):
             host = load_model(model, dtype, device)
             tokenizer = load_tokenizer(model)
-            graft = _attach(host, folders)
+            graft = _attach(host, folders, options)
         with step(f"Writing {len(rows)} x {max_new_tokens} tokens"):
             start = time.perf_counter()
             ids = _run(graft, tokenizer, rows, max_new_tokens, sampling)
@@ -69,6 +92,7 @@ def generate(
         "dtype": dtype,
         "device": device,
         "adapters": {name: str(folder) for name, folder in folders.items()},
+        "read_options": {name: read_options.given(o) for name, o in options.items()},
         "sampling": sampling or None,
         "rows": written,
         "seconds": round(seconds, 4),
@@ -141,13 +165,13 @@ def _sampling(
     return {"temperature": temperature, "top_p": top_p, "seed": seed or 0}
 
 
-def _attach(host: Any, folders: dict[str, Path]) -> Any:
+def _attach(host: Any, folders: dict[str, Path], options: dict[str, ReadOptions]) -> Any:
     import moegraft
 
     ranks = [_largest_rank(folder) for folder in folders.values()]
     graft = moegraft.attach(host, max_adapters=max(1, len(folders)), max_rank=max([64, *ranks]))
     for name, folder in folders.items():
-        graft.load(name, folder)
+        graft.load(name, folder, options[name])
     return graft
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -13,9 +14,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from moegraft.cli import read_options
 from moegraft.cli.models import meta_model, quiet_libraries
 from moegraft.cli.output import Outcome, check_mark, megabytes, stdout_console, step, visible
-from moegraft.errors import count
+from moegraft.errors import MoegraftError, count
+
+if TYPE_CHECKING:
+    from moegraft import ReadOptions
 
 _NAMES_SHOWN = 3
 
@@ -26,15 +31,30 @@ def inspect(
         Path | None,
         typer.Option(help="Folder of the model; its config.json is enough, no weights are read."),
     ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="REGEX", help=read_options.SKIP_HELP)
+    ] = None,
+    orientation: Annotated[
+        Literal["normal", "swapped"] | None, typer.Option(help=read_options.ORIENTATION_HELP)
+    ] = None,
+    expert_b_layout: Annotated[
+        Literal["rank_major", "grouped_by_expert"] | None,
+        typer.Option(help=read_options.B_LAYOUT_HELP),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> Outcome:
     """Say what an adapter holds and, with --model, what of it would be served.
 
     Exit code 0 when all of it binds to the model, 2 when it would be refused.
     """
-    from moegraft.adapters import read_adapter
+    from moegraft.adapters import ReadOptions, read_adapter
     from moegraft.cli.adapter_facts import config_facts, guesses, tensor_groups
 
+    options = ReadOptions(orientation, expert_b_layout, tuple(skip or ()))
+    if model is None and read_options.given(options):
+        raise MoegraftError(
+            "--skip, --orientation and --expert-b-layout need --model: without it nothing is bound."
+        )
     source = read_adapter(adapter)
     document: dict[str, Any] = {
         "adapter": str(adapter),
@@ -45,7 +65,8 @@ def inspect(
     code = 0
     if model is not None:
         document["model"] = str(model)
-        document["binding"] = _bind(source, model)
+        document["read_options"] = read_options.given(options)
+        document["binding"] = _bind(source, model, options)
         if not document["binding"]["binds"]:
             document["error"] = document["binding"]["error"]
             code = 2
@@ -57,7 +78,7 @@ def inspect(
     return Outcome(document, code)
 
 
-def _bind(source: Any, folder: Path) -> dict[str, Any]:
+def _bind(source: Any, folder: Path, options: ReadOptions) -> dict[str, Any]:
     """Bind to the model of a config.json; JSON-ready."""
     from moegraft.adapters import bind, check_bound
     from moegraft.cli.coverage import coverage
@@ -67,7 +88,7 @@ def _bind(source: Any, folder: Path) -> dict[str, Any]:
     with quiet_libraries(), step(f"Building {folder} from its config, without weights"):
         host = meta_model(folder)
         spec = model_spec(host)
-    report = bind(source, spec).report
+    report = bind(source, spec, options).report
     error = None
     try:
         check_bound(report, spec)
@@ -122,21 +143,29 @@ def _render_binding(console: Console, binding: dict[str, Any]) -> None:
     if report["refused"]:
         _head(console, "Refused")
         for reason, names in _by_reason(report["refused"]).items():
-            more = len(names) - _NAMES_SHOWN
             text = Text(visible(f"{count(len(names), 'tensor')}: {reason}"), style="red")
             console.print(Padding(text, (0, 0, 0, 2), expand=False))
-            shown = names[:_NAMES_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-            _lines(console, shown, indent=4)
+            _lines(console, _first(names), indent=4)
+    if report["skipped"]:
+        _head(console, "Skipped", count(len(report["skipped"]), "tensor"))
+        _lines(console, _first(report["skipped"]))
     if report["notes"]:
         _head(console, "Notes")
         _lines(console, report["notes"])
     console.print()
-    verdict = "binds in full" if binding["binds"] else "would be refused; nothing would be loaded"
+    verdict = "would be refused; nothing would be loaded"
+    if binding["binds"]:
+        verdict = "binds without what was skipped" if report["skipped"] else "binds in full"
     console.print(
         check_mark(console, binding["binds"]),
         f"{report['bound']} of {count(report['total'], 'tensor')} bound "
         f"({megabytes(report['num_bytes'])}): the adapter {verdict}.",
     )
+
+
+def _first(names: Sequence[str]) -> list[str]:
+    more = len(names) - _NAMES_SHOWN
+    return [*names[:_NAMES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _by_place(groups: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moegraft.errors import MoegraftError
+from moegraft.errors import MoegraftError, PlanError, UnsupportedError
 
 _EXTRAS = {"transformers": "transformers", "peft": "demo"}
 #: Without any of these transformers makes up an empty tokenizer instead of an error.
@@ -56,6 +56,38 @@ def check_model_folder(path: Path) -> None:
         )
     if not (path / "config.json").is_file():
         raise MoegraftError(f"{str(path)!r} is not a transformers model: it has no config.json.")
+
+
+def check_device(device: str, dtype: str) -> None:
+    """Raise unless a backend runs layers of this dtype there; the model need not be loaded yet.
+
+    Args:
+        device: a torch device; dtype: name of a torch dtype.
+
+    Raises:
+        UnsupportedError: no such device, torch can't use it, or no backend runs on it; says which.
+    """
+    import torch
+
+    from moegraft.plan import make_plan
+    from moegraft.problem import Problem
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise UnsupportedError(f"--device {device!r} is no torch device; use cpu.") from error
+    if kind == "cpu":
+        return
+    reasons = []
+    if kind == "cuda" and not torch.cuda.is_available():
+        why = "is built without CUDA" if torch.version.cuda is None else "sees no CUDA device"
+        reasons.append(f"torch {torch.__version__} {why}.")
+    try:
+        make_plan(Problem.of_linear(dtype, kind, 1, 64, 64))
+    except PlanError as error:
+        reasons.append(str(error))
+    if reasons:
+        raise UnsupportedError(f"--device {device!r}: {' '.join(reasons)} Use --device cpu.")
 
 
 def load_model(path: Path, dtype: str, device: str = "cpu") -> Any:

@@ -1,0 +1,90 @@
+"""How to read adapter files: ``--skip``, ``--orientation`` and ``--expert-b-layout``.
+
+``generate`` has several adapters, so there each may start with ``NAME=``: it then holds for that
+adapter only. Without it, it holds for all; what names an adapter comes before what does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from moegraft.errors import MoegraftError
+
+if TYPE_CHECKING:
+    from moegraft import ReadOptions
+
+SKIP_HELP = "Leave out the tensors whose names match; may be repeated."
+ORIENTATION_HELP = "Of 3-D expert parameters, where neither shapes nor PEFT's version tell it."
+B_LAYOUT_HELP = "Order of the columns of a fused B, where the file's own marker is wrong."
+
+#: Text before the first "=" that can only be meant as a name; "=" in a regular expression comes
+#: behind "(?" or "(?<", and no tensor's name has one.
+_NAME = re.compile(r"[\w.\- ]+")
+
+
+def per_adapter(
+    adapters: Collection[str],
+    skip: Sequence[str],
+    orientation: Sequence[str],
+    expert_b_layout: Sequence[str],
+) -> dict[str, ReadOptions]:
+    """Read ``[NAME=]VALUE`` options into one :class:`moegraft.ReadOptions` per adapter.
+
+    Raises:
+        MoegraftError: a NAME that is no adapter, two values for one adapter, a bad value, or no
+            adapter at all that they could hold for.
+    """
+    from moegraft import ReadOptions
+
+    if not adapters and (skip or orientation or expert_b_layout):
+        raise MoegraftError(
+            "--skip, --orientation and --expert-b-layout say how to read an adapter, but no "
+            "--adapter is given."
+        )
+    skips = [_split("--skip", value, adapters) for value in skip]
+    orientations = _one_each("--orientation", orientation, adapters)
+    b_layouts = _one_each("--expert-b-layout", expert_b_layout, adapters)
+    fields: dict[str, Any]
+    found = {}
+    for name in adapters:
+        fields = {
+            "skip": tuple(pattern for owner, pattern in skips if owner in (name, None)),
+            "orientation": orientations.get(name, orientations.get(None)),
+            "expert_b_layout": b_layouts.get(name, b_layouts.get(None)),
+        }
+        found[name] = ReadOptions(**fields)
+    return found
+
+
+def given(options: ReadOptions) -> dict[str, Any]:
+    """Return what differs from the defaults; JSON-ready."""
+    return {name: value for name, value in asdict(options).items() if value}
+
+
+def _one_each(
+    option: str, values: Sequence[str], adapters: Collection[str]
+) -> dict[str | None, str]:
+    found: dict[str | None, str] = {}
+    for value in values:
+        name, choice = _split(option, value, adapters)
+        if name in found:
+            whose = "all adapters" if name is None else f"adapter {name!r}"
+            raise MoegraftError(f"{option} {value!r}: {whose} already got {found[name]!r}.")
+        found[name] = choice
+    return found
+
+
+def _split(option: str, value: str, adapters: Collection[str]) -> tuple[str | None, str]:
+    """Return (adapter or None for all, value)."""
+    name, equals, rest = value.partition("=")
+    if equals and name in adapters:
+        return name, rest
+    if equals and _NAME.fullmatch(name):
+        loaded = ", ".join(adapters) or "none"
+        raise MoegraftError(
+            f"{option} {value!r}: there is no adapter {name!r}; given with --adapter: {loaded}."
+        )
+    return None, value
