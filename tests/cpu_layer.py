@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 import moegraft.backends.cpu as cpu
+from moegraft.sites import Site
 from moegraft.testing import LayerCase, assert_case, random_factors
-from moegraft.types import Site, SiteFactors
+from moegraft.types import SiteFactors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

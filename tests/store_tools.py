@@ -7,8 +7,8 @@ import torch
 from moegraft.adapters import AdapterBank, AdapterStore, BoundAdapter
 from moegraft.adapters.bank import BankMemory
 from moegraft.factors import PackedAdapter, pack_adapter
+from moegraft.sites import expert_site, linear_site
 from moegraft.testing import assert_same_factors
-from moegraft.types import expert_site, linear_site
 
 SITES = (
     expert_site("layers.0.experts", 4, 8, 6),

@@ -19,8 +19,9 @@ from moegraft.adapters import (
 )
 from moegraft.adapters import bind as bind_source
 from moegraft.errors import AdapterError
+from moegraft.sites import expert_site, linear_site
 from moegraft.testing import assert_bit_equal
-from moegraft.types import WeightLayout, expert_site, linear_site
+from moegraft.types import WeightLayout
 
 CASE = "peft/0.21.2/qwen3_moe/experts"
 PER_EXPERT = "per_expert/qwen3_moe/plain"

@@ -12,8 +12,9 @@ import tiny
 from moegraft.adapters import BoundAdapter, ModelSpec, ReadOptions, bind, check_bound, make_source
 from moegraft.adapters.config import AdapterConfig
 from moegraft.errors import AdapterError
+from moegraft.sites import expert_site, linear_site
 from moegraft.testing import assert_bit_equal, relative_error
-from moegraft.types import WeightLayout, expert_site, linear_site
+from moegraft.types import WeightLayout
 
 CASE = "peft/0.21.2/qwen3_moe/experts"
 SITE = "model.layers.0.mlp.experts"

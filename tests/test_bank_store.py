@@ -11,8 +11,8 @@ import torch
 from moegraft.adapters import AdapterStore
 from moegraft.errors import AdapterError
 from moegraft.factors import TableLayout, pack_adapter
+from moegraft.sites import expert_site, linear_site
 from moegraft.testing import assert_same_factors, bound_adapter, random_adapter, random_factors
-from moegraft.types import expert_site, linear_site
 from store_tools import (
     SITES,
     assert_holds,

@@ -16,8 +16,9 @@ import torch
 import tiny
 from moegraft.adapters import BoundAdapter, ModelSpec, ReadOptions, bind, check_bound, make_source
 from moegraft.errors import AdapterError
+from moegraft.sites import expert_site, linear_site
 from moegraft.testing import assert_bit_equal, assert_close
-from moegraft.types import WeightLayout, expert_site, linear_site
+from moegraft.types import WeightLayout
 from tiny_grafts import graft_of, new_graft, prompts
 
 TESTS = Path(__file__).parent

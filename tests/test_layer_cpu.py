@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cpu_layer import DTYPES, check, mixed_adapters
+from moegraft.sites import expert_site
 from moegraft.testing import (
     ACTIVATIONS,
     FACTOR_KINDS,
@@ -20,7 +21,7 @@ from moegraft.testing import (
     random_factors,
     random_routing,
 )
-from moegraft.types import LoraFactor, SiteFactors, expert_site
+from moegraft.types import LoraFactor, SiteFactors
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cpu_layer import DTYPES, check, mixed_adapters
+from moegraft.sites import expert_site
 from moegraft.testing import (
     FACTOR_KINDS,
     FactorKind,
@@ -16,7 +17,7 @@ from moegraft.testing import (
     layer_case,
     random_factors,
 )
-from moegraft.types import LoraFactor, SiteFactors, WeightLayout, expert_site
+from moegraft.types import LoraFactor, SiteFactors, WeightLayout
 
 RANKS = [1, 3, 8, 12, 16, 20, 64, 128, 256]
 

@@ -9,6 +9,7 @@ import torch
 
 from cpu_layer import DTYPES, check, mixed_adapters
 from moegraft.layer import MoeLoraLayer
+from moegraft.sites import expert_site
 from moegraft.testing import (
     FACTOR_KINDS,
     LAYOUTS,
@@ -19,7 +20,7 @@ from moegraft.testing import (
     poisoned_empty,
     random_factors,
 )
-from moegraft.types import LoraFactor, SiteFactors, TokenSlots, WeightLayout, expert_site
+from moegraft.types import LoraFactor, SiteFactors, TokenSlots, WeightLayout
 
 SITE = expert_site("experts", 5, 24, 20)
 SLOTS = [1, -1, 2, 0, 3, -1, 4]

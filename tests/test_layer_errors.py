@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from moegraft.errors import AdapterError, MoegraftError, UnsupportedError
-from moegraft.factors import TableLayout, pack_adapter, site_table
+from moegraft.factor_table import site_table
+from moegraft.factors import TableLayout, pack_adapter
 from moegraft.layer import LinearLora, MoeLoraLayer
+from moegraft.sites import expert_site, linear_site
 from moegraft.testing import LAYOUTS, layer_case, random_factors, random_weights
 from moegraft.types import (
     Activation,
@@ -18,8 +20,6 @@ from moegraft.types import (
     SiteFactors,
     TokenSlots,
     WeightLayout,
-    expert_site,
-    linear_site,
 )
 
 SITE = expert_site("experts", 5, 24, 20)

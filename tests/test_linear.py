@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from cpu_layer import DTYPES
-from moegraft.factors import site_table
+from moegraft.factor_table import site_table
 from moegraft.layer import LinearLora
 from moegraft.reference import linear_lora_reference
+from moegraft.sites import linear_site
 from moegraft.testing import assert_bit_equal, assert_close, random_activations, random_factors
-from moegraft.types import TokenSlots, linear_site
+from moegraft.types import TokenSlots
 
 SITE = linear_site("router", 11, 6, "router")
 

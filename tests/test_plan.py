@@ -13,12 +13,12 @@ import torch
 from moegraft.backends import BACKENDS
 from moegraft.env import configure_logging, forced_backend, log_level
 from moegraft.errors import MoegraftError, PlanError
-from moegraft.factors import site_table
+from moegraft.factor_table import site_table
 from moegraft.layer import MAX_PLANS, LinearLora, MoeLoraLayer
 from moegraft.plan import make_plan
 from moegraft.problem import Problem
+from moegraft.sites import linear_site
 from moegraft.testing import random_weights
-from moegraft.types import linear_site
 
 PROBLEM = Problem(
     num_tokens=7,

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 import moegraft.backends.cpu as cpu
 from moegraft.adapters.arena import FreeList
-from moegraft.factors import Arena, SiteTable, TableLayout, pack_adapter, site_table
+from moegraft.factor_table import Arena, SiteTable, site_table
+from moegraft.factors import TableLayout, pack_adapter
 from moegraft.layer import MoeLoraLayer
 from moegraft.plan import Plan
+from moegraft.sites import Site, expert_site, linear_site
 from moegraft.testing import (
     ACTIVATIONS,
     FACTOR_KINDS,
@@ -27,7 +29,7 @@ from moegraft.testing import (
     layer_case,
     random_factors,
 )
-from moegraft.types import Site, SiteFactors, expert_site, linear_site
+from moegraft.types import SiteFactors
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 

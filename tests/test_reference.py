@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from moegraft.reference import linear_lora_reference, lora_delta, moe_lora_reference
+from moegraft.sites import expert_site, linear_site
 from moegraft.testing import (
     ACTIVATIONS,
     LAYOUTS,
@@ -17,7 +18,7 @@ from moegraft.testing import (
     layer_case,
     random_factors,
 )
-from moegraft.types import LoraFactor, SiteFactors, expert_site, linear_site
+from moegraft.types import LoraFactor, SiteFactors
 
 Glu = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 #: name -> h from gate and up; written out here, not taken from the package.

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from moegraft.backends.cpu import CpuStages, LoraMethod
-from moegraft.factors import Arena, SiteTable, TableLayout, pack_adapter, site_table
+from moegraft.factor_table import Arena, SiteTable, site_table
+from moegraft.factors import TableLayout, pack_adapter
 from moegraft.layer import MoeLoraLayer
 from moegraft.reference import linear_lora_reference
+from moegraft.sites import expert_site, linear_site
 from moegraft.stages import Permutation
 from moegraft.testing import (
     ACTIVATIONS,
@@ -25,7 +27,7 @@ from moegraft.testing import (
     random_routing,
     random_weights,
 )
-from moegraft.types import SiteFactors, TokenSlots, expert_site, linear_site
+from moegraft.types import SiteFactors, TokenSlots
 
 METHODS: tuple[LoraMethod, ...] = get_args(LoraMethod)
 STAGES = CpuStages("segments")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moegraft.sites import expert_site
 from moegraft.testing import (
     FACTOR_KINDS,
     LAYOUTS,
@@ -20,7 +21,7 @@ from moegraft.testing import (
     random_weights,
     relative_error,
 )
-from moegraft.types import WeightLayout, expert_site
+from moegraft.types import WeightLayout
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

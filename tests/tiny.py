@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from moegraft.adapters import BoundAdapter, ModelSpec
 from moegraft.hosts.transformers import model_spec
-from moegraft.types import LoraFactor, Site, SiteFactors
+from moegraft.sites import Site
+from moegraft.types import LoraFactor, SiteFactors
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moegraft.errors import AdapterError
-from moegraft.types import Site, SiteFactors
+from moegraft.sites import Site
+from moegraft.types import SiteFactors
 
 
 def checked_site(sites: Sequence[Site], name: str, factors: SiteFactors) -> Site:

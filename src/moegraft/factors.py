@@ -22,12 +22,13 @@ One contiguous row per slot holds both, so one stream-ordered copy flips all lay
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from moegraft.check import checked_site
-from moegraft.types import LoraFactor, Site, SiteFactors
+from moegraft.sites import Site
+from moegraft.types import LoraFactor, SiteFactors
 
 UNIT_BYTES = 16
 RECORD_WORDS = 8
@@ -200,105 +201,3 @@ def pack_adapter(
         view = data[offset : offset + entries * rank * row_stride].view(entries, rank, row_stride)
         view[:, :, :width].copy_(matrix)
     return PackedAdapter(data, row, max_rank, frozenset(factors))
-
-
-@dataclass
-class Arena:
-    """The memory that all factors lie in, shared by every site's table.
-
-    Attributes:
-        data: 1-D tensor that every offset counts from. Replaced only while a bank may still grow;
-            a frozen bank never moves it.
-        version: goes up with every change of the table or the arena's address, so that host-side
-            backends can keep what they decoded.
-    """
-
-    data: torch.Tensor
-    version: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class SiteTable:
-    """One site's view of the factors of all slots; the table's addresses never change.
-
-    Attributes:
-        site: the site.
-        arena: where the factors are.
-        records: int64 ``[S, projections, 8]``, as the table at the top of this file says.
-        expert_map: int32 ``[S, E]``, or None for linears and routers.
-        host_cache: what host-side backends decoded, each under its own name.
-    """
-
-    site: Site
-    arena: Arena
-    records: torch.Tensor
-    expert_map: torch.Tensor | None
-    host_cache: dict[str, object] = field(default_factory=dict, repr=False)
-
-    @property
-    def num_slots(self) -> int:
-        """S."""
-        return self.records.shape[0]
-
-    @property
-    def ranks(self) -> torch.Tensor:
-        """int32 ``[S, projections]``, 0 = no delta."""
-        return self.records.view(torch.int32)[..., RANK_I32]
-
-    @property
-    def scales(self) -> torch.Tensor:
-        """fp32 ``[S, projections]``; meaningful where the rank is above 0."""
-        return self.records.view(torch.float32)[..., SCALE_F32]
-
-    def factors(self, slot: int) -> SiteFactors | None:
-        """Return views of slot's factors (reads the table on the host); None when it has none."""
-        projections: dict[str, LoraFactor] = {}
-        records = self.records[slot].cpu()
-        expert_map = None if self.expert_map is None else self.expert_map[slot].cpu()
-        entries = 1 if expert_map is None else max(int(expert_map.max()) + 1, 1)
-        previous_a: torch.Tensor | None = None
-        for i, projection in enumerate(self.site.projections):
-            words = records[i].tolist()
-            rank, shared = records[i].view(torch.int32)[[RANK_I32, SHARED_A_I32]].tolist()
-            if rank == 0:
-                previous_a = None
-                continue
-            if shared and previous_a is not None:
-                lora_a = previous_a
-            else:
-                lora_a = self._matrix(words, A_OFFSET, entries, rank, projection.in_features)
-            lora_b = self._matrix(words, B_OFFSET, entries, rank, projection.out_features)
-            scale = float(records[i].view(torch.float32)[SCALE_F32])
-            projections[projection.name] = LoraFactor(lora_a, lora_b.transpose(1, 2), scale)
-            previous_a = lora_a
-        return SiteFactors(projections, expert_map) if projections else None
-
-    def _matrix(
-        self, words: list[int], which: int, entries: int, rank: int, width: int
-    ) -> torch.Tensor:
-        arena = self.arena.data
-        offset = words[which] * UNIT_BYTES // arena.element_size()
-        expert_stride, row_stride = words[which + 2], words[which + 4]
-        shape = (entries if expert_stride else 1, rank, width)
-        strides = (expert_stride or rank * row_stride, row_stride, 1)
-        return arena.as_strided(shape, strides, arena.storage_offset() + offset)
-
-
-def site_table(
-    site: Site, slots: Sequence[SiteFactors | None], dtype: torch.dtype = torch.float32
-) -> SiteTable:
-    """Build a stand-alone table for one site: entry s of ``slots`` is what slot s holds.
-
-    For tests, benchmarks and the functional API; servers use
-    :class:`moegraft.adapters.AdapterBank`.
-    """
-    layout = TableLayout.of([site])
-    rows, data, units = [], [], 0
-    for factors in slots:
-        packed = pack_adapter({} if factors is None else {site.name: factors}, layout, dtype)
-        rows.append(packed.relocated(units, layout))
-        data.append(packed.data)
-        units += packed.num_bytes // UNIT_BYTES
-    table = torch.stack(rows) if rows else torch.zeros(0, layout.row_words, dtype=torch.int64)
-    arena = Arena(torch.cat([*data, torch.zeros(UNIT_BYTES, dtype=dtype)]))
-    return SiteTable(site, arena, layout.records(table, site), layout.expert_map(table, site))

@@ -13,10 +13,11 @@ import torch
 
 from moegraft.activations import check_activation
 from moegraft.errors import MoegraftError
-from moegraft.factors import SiteTable
+from moegraft.factor_table import SiteTable
 from moegraft.plan import Plan, make_plan
 from moegraft.problem import Problem
-from moegraft.types import ExpertWeights, Site, TokenSlots, expert_site
+from moegraft.sites import Site, expert_site
+from moegraft.types import ExpertWeights, TokenSlots
 
 #: Plans that a layer keeps, by number of tokens: every length of prompt brings another.
 MAX_PLANS = 64

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 import torch
 
 from moegraft.activations import apply_activation
-from moegraft.types import LINEAR_PROJECTION, ExpertWeights, LoraFactor, SiteFactors
+from moegraft.sites import LINEAR_PROJECTION
+from moegraft.types import ExpertWeights, LoraFactor, SiteFactors
 
 
 def lora_delta(factor: LoraFactor | None, entry: int, x: torch.Tensor) -> torch.Tensor | float:

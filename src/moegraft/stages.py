@@ -17,8 +17,9 @@ from typing import Protocol
 
 import torch
 
-from moegraft.factors import SiteTable
-from moegraft.types import ExpertWeights, Site, TokenSlots
+from moegraft.factor_table import SiteTable
+from moegraft.sites import Site
+from moegraft.types import ExpertWeights, TokenSlots
 
 
 @dataclass(frozen=True)

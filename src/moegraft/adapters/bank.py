@@ -9,15 +9,9 @@ import torch
 
 from moegraft.adapters.arena import FreeList
 from moegraft.errors import AdapterError
-from moegraft.factors import (
-    UNIT_BYTES,
-    Arena,
-    PackedAdapter,
-    SiteTable,
-    TableLayout,
-    empty_row,
-)
-from moegraft.types import Site
+from moegraft.factor_table import Arena, SiteTable
+from moegraft.factors import UNIT_BYTES, PackedAdapter, TableLayout, empty_row
+from moegraft.sites import Site
 
 
 @dataclass(frozen=True)

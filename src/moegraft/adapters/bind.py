@@ -12,7 +12,8 @@ from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.report import BindReport, ProjectionReport, SiteReport
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import HOW_TO_SKIP, AdapterError, count, shorten
-from moegraft.types import Site, SiteFactors
+from moegraft.sites import Site
+from moegraft.types import SiteFactors
 
 _LEAF_REASONS = {
     "dora": "it is DoRA's magnitude vector; DoRA is not served",

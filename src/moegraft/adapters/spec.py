@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from moegraft.types import Site
+from moegraft.sites import Site
 
 #: Path parts that mark other towers of a multimodal model; their keys never bind to text layers.
 OTHER_TOWERS = frozenset(

@@ -8,9 +8,10 @@ import torch
 
 from moegraft.adapters import BindReport, BoundAdapter
 from moegraft.adapters.report import ProjectionReport, SiteReport
+from moegraft.sites import Site
 from moegraft.testing.compare import assert_bit_equal
 from moegraft.testing.generate import FactorKind, random_factors
-from moegraft.types import LoraFactor, Site, SiteFactors
+from moegraft.types import LoraFactor, SiteFactors
 
 
 def bound_adapter(factors: Mapping[str, SiteFactors], origin: str = "test") -> BoundAdapter:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moegraft.factors import Arena, SiteTable, site_table
+from moegraft.factor_table import Arena, SiteTable, site_table
 from moegraft.layer import MoeLoraLayer
 from moegraft.reference import moe_lora_reference
+from moegraft.sites import Site, expert_site
 from moegraft.testing.compare import assert_close, assert_delta_close
 from moegraft.testing.generate import (
     Device,
@@ -22,11 +23,9 @@ from moegraft.types import (
     Activation,
     ExpertWeights,
     LoraFactor,
-    Site,
     SiteFactors,
     TokenSlots,
     WeightLayout,
-    expert_site,
 )
 
 

@@ -9,15 +9,8 @@ from typing import Literal, get_args
 
 import torch
 
-from moegraft.types import (
-    Activation,
-    ExpertWeights,
-    LoraFactor,
-    Projection,
-    Site,
-    SiteFactors,
-    WeightLayout,
-)
+from moegraft.sites import Projection, Site
+from moegraft.types import Activation, ExpertWeights, LoraFactor, SiteFactors, WeightLayout
 
 FactorKind = Literal["fused", "separate", "shared_outer"]
 #: ``fused``: gate and up hold the very same lora_A. ``separate``: one A each. ``shared_outer``:

@@ -12,7 +12,8 @@ from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, not_a_pair
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import count
-from moegraft.types import LINEAR_PROJECTION, LoraFactor, SiteFactors
+from moegraft.sites import LINEAR_PROJECTION
+from moegraft.types import LoraFactor, SiteFactors
 
 
 class DenseLinear:

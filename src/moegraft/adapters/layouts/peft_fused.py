@@ -36,7 +36,8 @@ from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, pair_up
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import count
-from moegraft.types import LoraFactor, Site, SiteFactors
+from moegraft.sites import Site
+from moegraft.types import LoraFactor, SiteFactors
 
 Orientation = Literal["normal", "swapped"]
 

@@ -16,7 +16,8 @@ from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, not_a_pair
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import count
-from moegraft.types import LoraFactor, Site, SiteFactors
+from moegraft.sites import Site
+from moegraft.types import LoraFactor, SiteFactors
 
 _PATH = re.compile(r"^(?P<experts>.*\bexperts)\.(?P<expert>\d{1,9})\.(?P<projection>\w+)$")
 _NAMES = {

@@ -17,7 +17,7 @@ from moegraft.backends.cpu.lora_stacked import (
     linear_stacked,
 )
 from moegraft.backends.cpu.permute import permute
-from moegraft.factors import SiteTable
+from moegraft.factor_table import SiteTable
 from moegraft.problem import Problem
 from moegraft.stages import Permutation, split_columns
 from moegraft.types import TokenSlots

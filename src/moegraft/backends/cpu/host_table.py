@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moegraft.factor_table import SiteTable
 from moegraft.factors import (
     A_EXPERT_STRIDE,
     A_OFFSET,
@@ -15,7 +16,6 @@ from moegraft.factors import (
     B_OFFSET,
     B_ROW_STRIDE,
     UNIT_BYTES,
-    SiteTable,
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from moegraft.backends.cpu.host_table import HostTable, Shape, host_table
-from moegraft.factors import SiteTable
+from moegraft.factor_table import SiteTable
 from moegraft.types import TokenSlots
 
 

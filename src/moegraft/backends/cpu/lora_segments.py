@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from moegraft.backends.cpu.host_table import HostTable, Shape, host_table
-from moegraft.factors import SiteTable
+from moegraft.factor_table import SiteTable
 from moegraft.stages import Permutation, RankVectors
 from moegraft.types import TokenSlots
 

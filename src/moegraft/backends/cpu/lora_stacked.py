@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from moegraft.backends.cpu.host_table import host_table
-from moegraft.factors import SiteTable
+from moegraft.factor_table import SiteTable
+from moegraft.sites import LINEAR_PROJECTION
 from moegraft.stages import Permutation
-from moegraft.types import LINEAR_PROJECTION, SiteFactors, TokenSlots
+from moegraft.types import SiteFactors, TokenSlots
 
 #: Most elements a site's stack may have (1 MB in fp32).
 MAX_STACK_ELEMENTS = 1 << 18

@@ -9,7 +9,8 @@ from torch import nn
 
 from moegraft.adapters.spec import ModelSpec, is_other_tower
 from moegraft.errors import UnsupportedError
-from moegraft.types import GateUpOrder, Site, WeightLayout, expert_site, linear_site
+from moegraft.sites import Site, expert_site, linear_site
+from moegraft.types import GateUpOrder, WeightLayout
 
 
 def is_experts_module(module: nn.Module) -> bool:
