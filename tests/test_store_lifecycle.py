@@ -208,6 +208,25 @@ def test_a_full_fixed_arena_evicts_more_than_one_and_refuses_while_all_are_in_us
     assert_nothing_left(store)
 
 
+def test_a_batch_that_a_fixed_arena_cannot_hold_leaves_all_adapters_on_the_host() -> None:
+    adapters = {name: random_adapter(SITES, 2, seed=i) for i, name in enumerate("abc")}
+    size = make_store().add("p", adapters["a"]).num_bytes
+    store = make_store(4, arena_bytes=2 * size)
+    for name, adapter in adapters.items():
+        store.add(name, adapter)
+    with store.use("a"):
+        pass
+    with pytest.raises(AdapterError, match=r"needs .*free"), store.use("bca"):
+        pass
+    for name, adapter in adapters.items():  # as use() says: slots may have changed, no content has
+        with store.use([name]) as slots:
+            assert_holds(bank_of(store), slots[name], adapter)
+    for pair in ("ab", "bc", "ca"):  # nobody holds a slot
+        with store.use(pair):
+            pass
+    assert_nothing_left(store)
+
+
 def test_memory_that_runs_out_while_growing_leaks_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(1)
     store.add("a", random_adapter(SITES, 3, seed=1))

@@ -16,7 +16,7 @@ class Problem:
         num_experts, hidden, intermediate: E (local), H and I.
         gated: False for experts without a gate.
         dtype: name of the weights' dtype, such as ``"bfloat16"``.
-        weight_format: ``"unquantized"`` or a format of ``moegraft.quant``.
+        weight_format: ``"unquantized"``; no backend runs another format yet.
         device_type: ``"cpu"`` or ``"cuda"``.
         max_rank: the bank's maximum rank; 0 = the layer has no adapters at all.
 

@@ -95,7 +95,7 @@ class ExpertWeights:
         down: ``[E, H, I]`` (``[E, I, H]`` when not out-major).
         gate_up_bias: ``[E, 2I]`` in the same column order as ``gate_up``, or None.
         down_bias: ``[E, H]`` or None.
-        weight_format: ``"unquantized"``; other formats are added under ``moegraft.quant``.
+        weight_format: ``"unquantized"``; no backend runs another format yet.
 
     Strided views are fine. Raises :class:`MoegraftError` when shapes or dtypes disagree.
 

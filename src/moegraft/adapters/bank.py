@@ -171,7 +171,10 @@ class AdapterBank:
         return start
 
     def _grow(self, units: int) -> None:
-        """Move to a larger arena: room for as many adapters of this size as there are slots."""
+        """Move to an arena with ``units`` more and at least 1.5 times as large as the old one.
+
+        The first has room for two adapters of this size, unless there is only one slot.
+        """
         capacity = max(self._free.capacity + units, min(self.num_slots, 2) * units)
         capacity = max(capacity, self._free.capacity * 3 // 2)
         arena = self._new_arena(capacity)

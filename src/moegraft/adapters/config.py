@@ -88,7 +88,8 @@ class AdapterConfig:
     def scale_for(self, name: str, tensor_rank: int) -> float:
         """Return alpha/r, or alpha/sqrt(r) with rslora; alpha and r are looked up separately.
 
-        Without any alpha the scale is 1 (alpha = r), independent of key order.
+        Without any alpha, alpha is r: the scale is 1, or sqrt(r) with rslora, whatever the order
+        of keys.
         """
         rank = self.rank_for(name, tensor_rank)
         alpha = _first_match(self.alpha_pattern, name)

@@ -130,7 +130,10 @@ class AdapterStore:
 
         Raises:
             AdapterError: an unknown name, more distinct adapters than slots, or too few slots that
-                are neither in use nor pinned. Nothing has changed then.
+                are neither in use nor pinned; nothing has changed then. Or an arena of fixed size
+                without room for all of them: idle adapters may have lost their slots by then, and
+                some of these got theirs. All stay on the host, running batches are untouched, and
+                none of these is held.
         """
         with self._lock:
             entries = self._acquire(sorted({name for name in names if name is not None}))
