@@ -101,13 +101,11 @@ class PackedAdapter:
         data: 1-D factors in the bank's dtype, every matrix row 16-byte aligned.
         row: int64 ``[row_words]`` table row whose offsets count from the start of ``data``.
         max_rank: the largest rank of any projection.
-        bound_sites: names of the sites it changes.
     """
 
     data: torch.Tensor
     row: torch.Tensor
     max_rank: int
-    bound_sites: frozenset[str]
 
     @property
     def num_bytes(self) -> int:
@@ -200,4 +198,4 @@ def pack_adapter(
         entries, rank, width = matrix.shape
         view = data[offset : offset + entries * rank * row_stride].view(entries, rank, row_stride)
         view[:, :, :width].copy_(matrix)
-    return PackedAdapter(data, row, max_rank, frozenset(factors))
+    return PackedAdapter(data, row, max_rank)
