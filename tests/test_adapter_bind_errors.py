@@ -20,7 +20,6 @@ from moegraft.adapters import (
 from moegraft.adapters import bind as bind_source
 from moegraft.errors import AdapterError
 from moegraft.sites import expert_site, linear_site
-from moegraft.testing import assert_bit_equal
 from moegraft.types import WeightLayout
 
 CASE = "peft/0.21.2/qwen3_moe/experts"
@@ -40,17 +39,6 @@ def bind(
     bound = bind_source(make_source(tensors, config or {}), spec, options)
     check_bound(bound.report, spec)
     return bound
-
-
-def assert_same(first: BoundAdapter, second: BoundAdapter) -> None:
-    """The same factors at the same sites."""
-    assert set(first.factors) == set(second.factors)
-    for name, factors in first.factors.items():
-        for projection, factor in factors.projections.items():
-            other = second.factors[name].projections[projection]
-            assert_bit_equal(factor.lora_A, other.lora_A)
-            assert_bit_equal(factor.lora_B, other.lora_B)
-            assert factor.scale == other.scale
 
 
 def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
@@ -83,7 +71,7 @@ def test_other_spellings_of_the_keys_bind_to_the_same_places(
     expected: BoundAdapter, old: str, new: str
 ) -> None:
     tensors = renamed(tiny.tensors_of(CASE), old, new)
-    assert_same(bind(tensors, tiny.config_of(CASE)), expected)
+    tiny.assert_same(bind(tensors, tiny.config_of(CASE)), expected)
 
 
 def test_an_adapter_of_another_model_binds_nothing_and_says_the_first_names() -> None:
@@ -106,7 +94,7 @@ def test_a_partial_bind_is_refused_until_it_is_excused(expected: BoundAdapter) -
         bind(tensors, tiny.config_of(CASE))
     assert f"{stray}A.weight" in str(caught.value) and "skip=" in str(caught.value)
     excused = bind(tensors, tiny.config_of(CASE), ReadOptions(skip=(r"layers\.7\.",)))
-    assert_same(excused, expected)
+    tiny.assert_same(excused, expected)
 
 
 def test_skipping_everything_is_refused() -> None:
@@ -176,7 +164,7 @@ def test_vision_audio_and_draft_keys_never_bind_to_text_layers(expected: BoundAd
         with pytest.raises(AdapterError, match="16 of 32 tensors can't be served"):
             bind(both, tiny.config_of(CASE))
         excused = bind(both, tiny.config_of(CASE), ReadOptions(skip=(f"^{tower}",)))
-        assert_same(excused, expected)
+        tiny.assert_same(excused, expected)
 
 
 def test_a_module_with_two_names_is_one_place() -> None:

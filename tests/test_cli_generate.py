@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import string
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,6 @@ from moegraft.cli import main, read_options
 
 FIXTURES = Path(__file__).parent / "fixtures"
 PEFT = FIXTURES / "peft" / "0.21.2" / "qwen3_moe"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny models run fastest on one thread, on a busy machine above all."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

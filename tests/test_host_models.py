@@ -46,6 +46,14 @@ MLA: dict[str, Any] = dict(
     qk_nope_head_dim=8,
     v_head_dim=8,
 )
+NEMOTRON: dict[str, Any] = dict(
+    layers_block_type=["attention", "moe"],
+    n_routed_experts=4,
+    moe_intermediate_size=20,
+    moe_shared_expert_intermediate_size=20,
+    intermediate_size=20,
+    head_dim=12,
+)
 #: name -> (model type, config)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "shared_expert": (
@@ -64,31 +72,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "custom_activation": ("qwen3_moe", {**QWEN, "hidden_act": "mish"}),
     "sigmoid_routing": ("deepseek_v3", {**MLA, "first_k_dense_replace": 1}),
     "clamped": ("hy_v4", {**MLA, "swiglu_limit": 0.5}),
-    "not_gated": (
-        "nemotron_h",
-        dict(
-            layers_block_type=["attention", "moe"],
-            n_routed_experts=4,
-            n_group=2,
-            topk_group=2,
-            moe_intermediate_size=20,
-            moe_shared_expert_intermediate_size=20,
-            intermediate_size=20,
-            head_dim=12,
-        ),
-    ),
-    "latent_experts": (
-        "nemotron_h",
-        dict(
-            layers_block_type=["attention", "moe"],
-            n_routed_experts=4,
-            moe_latent_size=12,
-            moe_intermediate_size=20,
-            moe_shared_expert_intermediate_size=20,
-            intermediate_size=20,
-            head_dim=12,
-        ),
-    ),
+    "not_gated": ("nemotron_h", {**NEMOTRON, "n_group": 2, "topk_group": 2}),
+    "latent_experts": ("nemotron_h", {**NEMOTRON, "moe_latent_size": 12}),
 }
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from moegraft.adapters import BoundAdapter, ModelSpec
 from moegraft.hosts.transformers import model_spec
 from moegraft.sites import Site
+from moegraft.testing import assert_bit_equal
 from moegraft.types import LoraFactor, SiteFactors
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -151,3 +152,14 @@ def parameter_of(name: str, key: str) -> torch.Tensor:
     """A parameter of an untouched base model."""
     value: torch.Tensor = base_model(name).get_parameter(key).detach()
     return value
+
+
+def assert_same(first: BoundAdapter, second: BoundAdapter) -> None:
+    """The same factors at the same sites."""
+    assert set(first.factors) == set(second.factors)
+    for name, factors in first.factors.items():
+        for projection, factor in factors.projections.items():
+            other = second.factors[name].projections[projection]
+            assert_bit_equal(factor.lora_A, other.lora_A)
+            assert_bit_equal(factor.lora_B, other.lora_B)
+            assert factor.scale == other.scale

@@ -7,11 +7,10 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moegraft.cli.output import Outcome, check_mark, stdout_console, step
+from moegraft.cli.output import Outcome, check_mark, head, lines, stdout_console, step
 from moegraft.env import forced_backend, log_level
 from moegraft.errors import MoegraftError
 
@@ -128,27 +127,27 @@ def find_problems(document: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _render(console: Console, document: dict[str, Any]) -> None:
-    _head(console, "Versions")
+    head(console, "Versions")
     grid = Table.grid(padding=(0, 2))
     for package, version in document["versions"].items():
         known = Text(version) if version else Text("not installed", style="yellow")
         grid.add_row(f"  {package}", known)
     console.print(grid)
-    _head(console, "Devices")
+    head(console, "Devices")
     cpu = document["cpu"]
     features = ", ".join(cpu["features"]) or cpu["torch_capability"]
-    lines = [
+    devices = [
         f"cpu: {cpu['name']}; {cpu['cores']} cores, {cpu['torch_threads']} threads; {features}"
     ]
-    lines += [
+    devices += [
         f"cuda:{gpu['index']}: {gpu['name']}; {gpu['memory_bytes'] / 2**30:.1f} GiB; capability "
         f"{gpu['capability']}"
         for gpu in document["cuda"]
     ] or ["cuda: none"]
-    _lines(console, lines)
+    lines(console, devices)
     size = " ".join(f"{name}={value}" for name, value in _LAYER.items())
-    _head(console, "What the plan chooses for one MoE layer")
-    _lines(console, [size])
+    head(console, "What the plan chooses for one MoE layer")
+    lines(console, [size])
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for name in ("device", "dtype", "tokens", "backend", "why"):
         table.add_column(name)
@@ -158,19 +157,9 @@ def _render(console: Console, document: dict[str, Any]) -> None:
         why = Text("\n".join(plan["reasons"]))
         table.add_row(plan["device"], plan["dtype"], tokens, backend, why)
     console.print(table)
-    _head(console, "Problems")
+    head(console, "Problems")
     for entry in document["problems"]:
-        console.print(Padding(Text(entry["problem"], style="yellow"), (0, 0, 0, 2), expand=False))
-        console.print(Padding(Text(f"-> {entry['remedy']}"), (0, 0, 0, 4), expand=False))
+        lines(console, [entry["problem"]], style="yellow")
+        lines(console, [f"-> {entry['remedy']}"], indent=4)
     if not document["problems"]:
         console.print(Text("  "), check_mark(console, True), "none known")
-
-
-def _head(console: Console, title: str) -> None:
-    console.print()
-    console.print(Text(title, style="bold"))
-
-
-def _lines(console: Console, lines: list[str]) -> None:
-    for line in lines:
-        console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))

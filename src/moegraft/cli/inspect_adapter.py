@@ -10,13 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from moegraft.cli import read_options
 from moegraft.cli.models import meta_model, quiet_libraries
-from moegraft.cli.output import Outcome, check_mark, megabytes, stdout_console, step, visible
+from moegraft.cli.output import (
+    Outcome,
+    check_mark,
+    head,
+    lines,
+    megabytes,
+    stdout_console,
+    step,
+    visible,
+)
 from moegraft.errors import MoegraftError, count
 
 if TYPE_CHECKING:
@@ -107,9 +115,9 @@ def _bind(source: Any, folder: Path, options: ReadOptions) -> dict[str, Any]:
 
 
 def _render_file(console: Console, document: dict[str, Any]) -> None:
-    _head(console, "Adapter", document["adapter"])
+    head(console, "Adapter", document["adapter"])
     _facts(console, {name: _value(value) for name, value in document["config"].items()})
-    _head(console, "Tensors")
+    head(console, "Tensors")
     table = _table("place", "factors", "tensors", "size")
     for module, groups in _by_place(document["tensors"]).items():
         table.add_row(
@@ -119,15 +127,15 @@ def _render_file(console: Console, document: dict[str, Any]) -> None:
             megabytes(sum(group["bytes"] for group in groups)),
         )
     console.print(table)
-    _head(console, "Guesses from names and shapes")
-    _lines(console, document["guesses"])
+    head(console, "Guesses from names and shapes")
+    lines(console, document["guesses"])
 
 
 def _render_binding(console: Console, binding: dict[str, Any]) -> None:
     report = binding["report"]
-    _head(console, "On the model", binding["model_class"])
+    head(console, "On the model", binding["model_class"])
     layouts = [f"{name}: {evidence}" for name, evidence in report["layouts"].items()]
-    _lines(console, layouts or ["no layout was recognised"])
+    lines(console, layouts or ["no layout was recognised"])
     if binding["coverage"]:
         table = _table("bound place", "layers", "experts", "rank", "scale")
         for cover in binding["coverage"]:
@@ -141,24 +149,23 @@ def _render_binding(console: Console, binding: dict[str, Any]) -> None:
             )
         console.print(table)
     if report["refused"]:
-        _head(console, "Refused")
+        head(console, "Refused")
         for reason, names in _by_reason(report["refused"]).items():
-            text = Text(visible(f"{count(len(names), 'tensor')}: {reason}"), style="red")
-            console.print(Padding(text, (0, 0, 0, 2), expand=False))
-            _lines(console, _first(names), indent=4)
+            lines(console, [f"{count(len(names), 'tensor')}: {reason}"], style="red")
+            lines(console, _first(names), indent=4)
     if report["skipped"]:
-        _head(console, "Skipped", count(len(report["skipped"]), "tensor"))
-        _lines(console, _first(report["skipped"]))
+        head(console, "Skipped", count(len(report["skipped"]), "tensor"))
+        lines(console, _first(report["skipped"]))
     if report["notes"]:
-        _head(console, "Notes")
-        _lines(console, report["notes"])
+        head(console, "Notes")
+        lines(console, report["notes"])
     console.print()
     verdict = "would be refused; nothing would be loaded"
     if binding["binds"]:
         verdict = "binds without what was skipped" if report["skipped"] else "binds in full"
     console.print(
         check_mark(console, binding["binds"]),
-        f"{report['bound']} of {count(report['total'], 'tensor')} bound "
+        f"{report['bound']} of {count(report['total'], 'tensor')} can be bound "
         f"({megabytes(report['num_bytes'])}): the adapter {verdict}.",
     )
 
@@ -193,11 +200,6 @@ def _by_reason(refused: dict[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def _head(console: Console, title: str, rest: str = "") -> None:
-    console.print()
-    console.print(Text(title, style="bold").append(f"  {rest}" if rest else "", style="not bold"))
-
-
 def _facts(console: Console, facts: dict[str, str]) -> None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
@@ -205,11 +207,6 @@ def _facts(console: Console, facts: dict[str, str]) -> None:
     for name, value in facts.items():
         grid.add_row(f"  {name}", Text(visible(value)))
     console.print(grid)
-
-
-def _lines(console: Console, lines: list[str], indent: int = 2) -> None:
-    for line in lines:
-        console.print(Padding(Text(visible(line)), (0, 0, 0, indent), expand=False))
 
 
 def _table(*columns: str) -> Table:

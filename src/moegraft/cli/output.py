@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 
@@ -64,6 +65,19 @@ def step(text: str) -> Iterator[None]:
         return
     print(f"{text} ...", file=sys.stderr, flush=True)
     yield
+
+
+def head(console: Console, title: str, rest: str = "") -> None:
+    """Print an empty line and a heading, with something behind it."""
+    console.print()
+    console.print(Text(title, style="bold").append(f"  {rest}" if rest else "", style="not bold"))
+
+
+def lines(console: Console, texts: Iterable[str], indent: int = 2, style: str = "") -> None:
+    """Print lines with an indent that wrapped ones keep."""
+    for text in texts:
+        padded = Padding(Text(visible(text), style=style), (0, 0, 0, indent), expand=False)
+        console.print(padded)
 
 
 def check_mark(console: Console, good: bool) -> Text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -106,6 +106,11 @@ def pair_up(
         if name in pending and key.leaf in ("lora_A", "lora_B"):
             modules.setdefault(key.module, {}).setdefault(key.leaf, (name, source.tensors[name]))
     return modules
+
+
+def missing_partner(parts: Collection[str]) -> str:
+    """Return the leaf that a module of :func:`pair_up` lacks; "" when it has both."""
+    return next((leaf for leaf in ("lora_A", "lora_B") if leaf not in parts), "")
 
 
 def not_a_pair(lora_a: torch.Tensor, lora_b: torch.Tensor) -> str:

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, not_a_pair, pair_up
+from moegraft.adapters.layouts.base import (
+    LayoutResult,
+    ReadOptions,
+    missing_partner,
+    not_a_pair,
+    pair_up,
+)
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import count
@@ -31,8 +37,8 @@ class DenseLinear:
             site = spec.resolve(module)
             if site is None or site.kind == "experts":
                 continue
-            if len(parts) != 2:
-                missing = ({"lora_A", "lora_B"} - set(parts)).pop()
+            missing = missing_partner(parts)
+            if missing:
                 result.refuse(keys, f"its partner {module}.{missing} is missing")
                 continue
             lora_a, lora_b = parts["lora_A"][1], parts["lora_B"][1]

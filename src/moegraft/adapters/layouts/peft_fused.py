@@ -32,7 +32,7 @@ from typing import Literal
 
 import torch
 
-from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, pair_up
+from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, missing_partner, pair_up
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import count
@@ -148,8 +148,8 @@ class PeftFused:
         for path, chain in chains.items():
             for depth, (module, parts) in chain.items():
                 keys = [key for key, _ in parts.values()]
-                if len(parts) != 2:
-                    missing = ({"lora_A", "lora_B"} - set(parts)).pop()
+                missing = missing_partner(parts)
+                if missing:
                     result.refuse(keys, f"its partner {module}.{missing} is missing")
                     continue
                 (key_a, lora_a), (key_b, lora_b) = parts["lora_A"], parts["lora_B"]

@@ -12,7 +12,13 @@ import re
 
 import torch
 
-from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, not_a_pair, pair_up
+from moegraft.adapters.layouts.base import (
+    LayoutResult,
+    ReadOptions,
+    missing_partner,
+    not_a_pair,
+    pair_up,
+)
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import count
@@ -88,8 +94,8 @@ def _problem(
         return f"projection {projection!r} is not one of this model's ({known})"
     if expert >= site.num_experts:
         return f"expert {expert} does not exist: {site.name} has {site.num_experts}"
-    if len(parts) != 2:
-        missing = ({"lora_A", "lora_B"} - set(parts)).pop()
+    missing = missing_partner(parts)
+    if missing:
         return f"its partner {missing} is missing"
     lora_a, lora_b = parts["lora_A"][1], parts["lora_B"][1]
     sizes = site.projection(name)
