@@ -1,0 +1,217 @@
+"""Stage ``permute`` on the GPU: pairs -> blocks of rows per expert, sorted by slot, in one launch.
+
+Every program finds the place of its own pairs by counting: it reads all P keys and counts those
+that come before. No atomics, no program waits for another, nothing comes back to the host.
+
+Blocks are per expert, ``BLOCK_M`` rows each; rows of a block are sorted by slot (-1 first), then by
+pair number, so an adapter's rows are one run, a *segment*, known by its first row. For each
+segment the table is looked up here, once per layer, into a descriptor at that row:
+
+=============  =====================================================================
+``desc64[r]``  int64 x 8: element offsets of A gate, up, down; B gate, up, down
+``desc32[r]``  int32 x 16, see the words below; word 0 is written for every row
+=============  =====================================================================
+
+Block numbers: with few pairs they are dense. With many, expert e's blocks start at
+``(pairs of earlier experts) // BLOCK_M + e``, which never overlap and need no prefix sum over
+experts; numbers that stay unused have 0 rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moegraft.backends.triton.sync import launch_next, launch_wait
+
+#: Words of ``desc32``: row behind the segment's last (0 = not a segment's first row), live ranks,
+#: scales (fp32 bits), row strides of A and B, and whether gate and up share their A.
+END, RANK, SCALE, A_STRIDE, B_STRIDE, SHARED_A = 0, 1, 4, 7, 10, 15
+
+
+@triton.jit
+def _load_keys(
+    topk_ids_ptr, slots_ptr, i, num_pairs, expert_offset, TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, HAS_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Return (local expert or NUM_EXPERTS, slot) of pairs ``i``."""
+    in_range = i < num_pairs
+    expert = tl.load(topk_ids_ptr + i, mask=in_range, other=-1).to(tl.int32) - expert_offset
+    local = in_range & (expert >= 0) & (expert < NUM_EXPERTS)
+    slot = tl.zeros_like(i) - 1
+    if HAS_SLOTS:
+        slot = tl.load(slots_ptr + i // TOP_K, mask=in_range, other=-1)
+    return tl.where(local, expert, NUM_EXPERTS), slot
+
+
+@triton.jit
+def _write_segment(
+    desc64_ptr, desc32_ptr, row, is_head, slot, expert, records_ptr, records_i32_ptr, map_ptr,
+    slot_stride, map_stride, GATED: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Look the factors of a segment up and write its descriptor; return which are live."""
+    is_live = is_head & (slot >= 0)
+    # Loads depend on the slot alone, so that all of them are in flight together.
+    entry = tl.load(map_ptr + slot.to(tl.int64) * map_stride + expert, mask=is_live, other=-1)
+    has_entry = is_live & (entry >= 0)
+    entry = tl.maximum(entry, 0)
+    any_rank = tl.zeros_like(slot)
+    shared = tl.zeros_like(slot)
+    for p in tl.static_range(3):
+        # Without a gate the table has two records: up and down; gate's rank is 0.
+        wanted = is_live
+        record = slot.to(tl.int64) * slot_stride + 8 * p
+        if not GATED:
+            record -= 8
+            if p == 0:
+                wanted = slot < -1
+        rank = tl.load(records_i32_ptr + record * 2 + 12, mask=wanted, other=0)
+        rank = tl.where(has_entry, rank, 0)
+        any_rank += rank
+        scale = tl.load(records_i32_ptr + record * 2 + 14, mask=wanted, other=0)
+        a_offset = tl.load(records_ptr + record, mask=wanted, other=0) * UNIT
+        a_offset += tl.load(records_ptr + record + 2, mask=wanted, other=0) * entry
+        b_offset = tl.load(records_ptr + record + 1, mask=wanted, other=0) * UNIT
+        b_offset += tl.load(records_ptr + record + 3, mask=wanted, other=0) * entry
+        a_stride = tl.load(records_ptr + record + 4, mask=wanted, other=0).to(tl.int32)
+        b_stride = tl.load(records_ptr + record + 5, mask=wanted, other=0).to(tl.int32)
+        if p == 1 and GATED:
+            shared = tl.load(records_i32_ptr + record * 2 + 13, mask=wanted, other=0)
+        tl.store(desc64_ptr + row * 8 + p, a_offset, mask=is_head)
+        tl.store(desc64_ptr + row * 8 + 3 + p, b_offset, mask=is_head)
+        tl.store(desc32_ptr + row * 16 + 1 + p, rank, mask=is_head)
+        tl.store(desc32_ptr + row * 16 + 4 + p, scale, mask=is_head)
+        tl.store(desc32_ptr + row * 16 + 7 + p, a_stride, mask=is_head)
+        tl.store(desc32_ptr + row * 16 + 10 + p, b_stride, mask=is_head)
+    tl.store(desc32_ptr + row * 16 + 15, shared, mask=is_head)
+    return has_entry & (any_rank > 0)
+
+
+@triton.jit
+def route_kernel(
+    topk_ids_ptr,  # [P] int32/int64
+    slots_ptr,  # [T] int32
+    row_pair_ptr,  # [rows] int32 out
+    pair_row_ptr,  # [P] int32 out, -1 = not local
+    pair_head_ptr,  # [P] int32 out: the pair's row if it heads a segment with factors, else -1
+    block_info_ptr,  # [blocks] int32 out: expert * 256 + rows
+    desc64_ptr,
+    desc32_ptr,
+    records_ptr,
+    records_i32_ptr,
+    map_ptr,
+    num_pairs,
+    expert_offset,
+    num_blocks,
+    slot_stride,
+    map_stride,
+    pair_programs,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    GATED: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    DENSE: tl.constexpr,  # one program sees all pairs: BLOCK_I >= P
+    HAS_SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """See the top of the file."""
+    launch_wait(PDL)
+    launch_next(PDL)
+    pid = tl.program_id(0)
+    if pid >= pair_programs:
+        _write_blocks(
+            pid - pair_programs, topk_ids_ptr, slots_ptr, block_info_ptr, num_pairs,
+            expert_offset, num_blocks, TOP_K, NUM_EXPERTS, BLOCK_M, BLOCK_J, BLOCK_E,
+        )  # fmt: skip
+        return
+    i = pid * BLOCK_I + tl.arange(0, BLOCK_I)
+    expert, slot = _load_keys(
+        topk_ids_ptr, slots_ptr, i, num_pairs, expert_offset, TOP_K, NUM_EXPERTS, HAS_SLOTS
+    )
+    local = expert < NUM_EXPERTS
+    key = expert * 65536 + slot + 1
+    # Two counts in one int32 each: a batch has fewer than 2**15 pairs.
+    low_high = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)  # earlier experts, earlier keys
+    upto_first = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)  # keys up to mine, pairs before mine
+    for j0 in range(0, num_pairs, BLOCK_J):
+        j = j0 + tl.arange(0, BLOCK_J)
+        j_expert, j_slot = _load_keys(
+            topk_ids_ptr, slots_ptr, j, num_pairs, expert_offset, TOP_K, NUM_EXPERTS, HAS_SLOTS
+        )
+        j_key = (j_expert * 65536 + j_slot + 1)[None, :]
+        less = j_key < key[:, None]
+        equal = j_key == key[:, None]
+        first = less | (equal & (j[None, :] < i[:, None]))
+        low_high += (j_expert[None, :] < expert[:, None]).to(tl.int32) + less.to(tl.int32) * 65536
+        upto_first += (less | equal).to(tl.int32) + first.to(tl.int32) * 65536
+    low_high = tl.sum(low_high, 1)
+    upto_first = tl.sum(upto_first, 1)
+    earlier = low_high % 65536  # pairs of earlier experts
+    group_start = low_high // 65536 - earlier  # pairs of the same expert with an earlier slot
+    group_end = upto_first % 65536 - earlier
+    before = upto_first // 65536 - earlier  # pairs of the same expert that come first
+    block_in_expert = before // BLOCK_M
+    row_in_block = before % BLOCK_M
+    if DENSE:
+        # Dense numbers: count the first rows of blocks that come before, by key.
+        opens = (local & (row_in_block == 0)).to(tl.int32)
+        order = tl.where(local, expert * 65536 + before, 2147483647)
+        firsts = tl.where(opens != 0, order, 2147483647)
+        block = tl.sum((firsts[None, :] <= order[:, None]).to(tl.int32), 1) - 1
+        b = tl.arange(0, BLOCK_I)
+        count = tl.sum(opens, 0)
+        tl.store(block_info_ptr + b, 0, mask=(b >= count) & (b < num_blocks))
+        same = tl.sum((expert[None, :] == expert[:, None]).to(tl.int32), 1)
+        info = expert * 256 + tl.minimum(same - block_in_expert * BLOCK_M, BLOCK_M)
+        tl.store(block_info_ptr + block, info, mask=opens != 0)
+    else:
+        block = earlier // BLOCK_M + expert + block_in_expert
+    row = block * BLOCK_M + row_in_block
+    low = tl.maximum(group_start - block_in_expert * BLOCK_M, 0)
+    high = tl.minimum(group_end - block_in_expert * BLOCK_M, BLOCK_M)
+    is_head = local & (row_in_block == low)
+    tl.store(row_pair_ptr + row, i, mask=local)
+    tl.store(desc32_ptr + row * 16, tl.where(is_head, high, 0), mask=local)
+    tl.store(pair_row_ptr + i, tl.where(local, row, -1), mask=i < num_pairs)
+    if HAS_SLOTS:
+        is_live = _write_segment(
+            desc64_ptr, desc32_ptr, row, is_head, slot, expert, records_ptr, records_i32_ptr,
+            map_ptr, slot_stride, map_stride, GATED, UNIT,
+        )  # fmt: skip
+        tl.store(pair_head_ptr + i, tl.where(is_live, row, -1), mask=i < num_pairs)
+
+
+@triton.jit
+def _write_blocks(
+    pid, topk_ids_ptr, slots_ptr, block_info_ptr, num_pairs, expert_offset,
+    num_blocks, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Write the sparse block numbers of BLOCK_E experts.
+
+    Expert NUM_EXPERTS stands for the numbers behind the last expert's.
+    """
+    e = pid * BLOCK_E + tl.arange(0, BLOCK_E)
+    count = tl.zeros([BLOCK_E], tl.int32)
+    earlier = tl.zeros([BLOCK_E], tl.int32)
+    for j0 in range(0, num_pairs, BLOCK_J):
+        j = j0 + tl.arange(0, BLOCK_J)
+        j_expert, _ = _load_keys(
+            topk_ids_ptr, slots_ptr, j, num_pairs, expert_offset, TOP_K, NUM_EXPERTS, False
+        )
+        in_range = (j < num_pairs)[None, :]
+        count += tl.sum(((j_expert[None, :] == e[:, None]) & in_range).to(tl.int32), 1)
+        earlier += tl.sum(((j_expert[None, :] < e[:, None]) & in_range).to(tl.int32), 1)
+    first = earlier // BLOCK_M + e
+    last = tl.where(e < NUM_EXPERTS, (earlier + count) // BLOCK_M + e + 1, num_blocks)
+    last = tl.where(e <= NUM_EXPERTS, tl.minimum(last, num_blocks), first)
+    most = tl.max(last - first, 0)
+    for c in range(0, most):
+        rows = tl.minimum(tl.maximum(count - c * BLOCK_M, 0), BLOCK_M)
+        rows = tl.where(e < NUM_EXPERTS, rows, 0)
+        mask = first + c < last
+        tl.store(block_info_ptr + first + c, e * 256 + rows, mask=mask)

@@ -1,0 +1,70 @@
+"""Compile the GPU kernels for a target without a GPU; run as a script by test_triton_aot.py."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moegraft.backends.triton.down_expand import down_expand_kernel, finalize_kernel
+from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
+from moegraft.backends.triton.lora_shrink import lora_shrink_kernel
+from moegraft.backends.triton.route import route_kernel
+
+POINTERS = {
+    "rank_ptr": "*fp32",
+    "y_ptr": "*fp32",
+    "topk_weights_ptr": "*fp32",
+    "records_f32_ptr": "*fp32",
+    "desc64_ptr": "*i64",
+    "records_ptr": "*i64",
+}
+BF16 = ("x_ptr", "weight_ptr", "bias_ptr", "h_ptr", "arena_ptr", "out_ptr")
+CONSTANTS: dict[str, Any] = {
+    "TOP_K": 8, "GATE_START": 0, "UP_START": 768, "COLUMN_STEP": 1, "GATED": True,
+    "HAS_BIAS": False, "KIND": "silu", "ALPHA": 1.0, "HAS_LIMIT": False, "LIMIT": 0.0,
+    "UP_SHIFT": 0.0, "RANK_STRIDE": 16, "RANK_CHUNKS": 1, "UNIT": 8, "EVEN_K": True,
+    "EVEN_N": True, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_R": 16, "BLOCK_H": 256,
+    "BLOCK_I": 8, "BLOCK_J": 512, "BLOCK_E": 8, "CHOICES": 8, "NUM_EXPERTS": 128, "FIRST": 0,
+    "SIDES": 2, "LORA": True, "DENSE": False, "HAS_SLOTS": True, "PDL": True,
+    "weight_stride_k": 1,
+}  # fmt: skip
+
+
+def compile_kernel(kernel: Any, capability: int, **changes: Any) -> dict[str, Any]:
+    """Compile one kernel; return its artefacts by name."""
+    constants = {k: v for k, v in {**CONSTANTS, **changes}.items() if k in kernel.arg_names}
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in BF16:
+            signature[name] = "*bf16"
+        elif name.endswith("_ptr"):
+            signature[name] = POINTERS.get(name, "*i32")
+        else:
+            signature[name] = "fp32" if name == "scale" else "i32"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 3}).asm
+
+
+def main(capability: int) -> None:
+    """Compile every kernel, with and without adapters, and print its name."""
+    for lora in (True, False):
+        compile_kernel(gate_up_activation_kernel, capability, LORA=lora)
+        compile_kernel(down_expand_kernel, capability, LORA=lora)
+        print(f"gate_up_activation, down_expand lora={lora}")
+    for dense in (True, False):
+        compile_kernel(route_kernel, capability, DENSE=dense)
+    compile_kernel(lora_shrink_kernel, capability)
+    compile_kernel(lora_shrink_kernel, capability, FIRST=2, SIDES=1)
+    compile_kernel(finalize_kernel, capability)
+    print("route, lora_shrink, finalize")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
