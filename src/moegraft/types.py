@@ -277,14 +277,14 @@ class TokenSlots:
         return self.slots.shape[0]
 
     @cached_property
-    def adapter_rows(self) -> torch.Tensor:
-        """int64 indices of the tokens that have an adapter."""
-        return (self.slots_i64 >= 0).nonzero().flatten()
+    def has_adapter(self) -> torch.Tensor:
+        """bool ``[T]``, True where a token has an adapter."""
+        return self.slots >= 0
 
     @cached_property
     def has_base_rows(self) -> bool:
         """True when at least one token has no adapter (reads the slots on the host)."""
-        return self.adapter_rows.shape[0] < self.num_tokens
+        return not bool(self.has_adapter.all())
 
     @cached_property
     def slots_i64(self) -> torch.Tensor:

@@ -76,7 +76,7 @@ class CpuStages:
         """See :meth:`moegraft.stages.Stages.linear_lora`."""
         stack = self._stack(table, LINEAR, slots, out.shape[0])
         if stack is not None:
-            linear_stacked(x, stack, slots, out)
+            linear_stacked(x, stack, slots, out, table.arena.version)
         else:
             linear_lora(x, table, slots, out, gathered=self._otherwise == "gathered")
 
@@ -89,7 +89,11 @@ class CpuStages:
     ) -> Stack | None:
         if self.lora_method != "stacked":
             return None
-        stack = cached_stack(table, projections, slots)
+        stack = slots.derived(
+            ("stack", table, projections),
+            table.arena.version,
+            lambda: cached_stack(table, projections, slots),
+        )
         return stack if stack is not None and stack.allows(num_rows) else None
 
 

@@ -1,19 +1,22 @@
-"""CPU run ``lora_shrink_expand`` for small adapters: all live factors side by side in one product.
+"""CPU run ``lora_shrink_expand`` for small adapters: live factors copied side by side, once.
 
-Once per batch the live adapters' factors of a site, over all experts, are stacked along the rank:
-``A [sum R, in]`` and ``B [out, sum R]`` with the scales in B. A step then is two matrix products
-with a selection between: each row keeps the ranks of its own adapter and expert, the others become
-exact 0. More arithmetic than needed, but the fewest torch calls, which is what small models are
-bound by.
+Once per set of live adapters their factors of a site are stacked, ``A [L, E, R, in]`` and
+``B [L, E, R, out]`` with the scales in B, gate and up together. A step then takes the fewest torch
+calls there can be, which is what small models are bound by:
+
+- few rows: each row's factors are picked by its adapter and expert and multiplied in one ``bmm``;
+- many rows: all rows meet all ranks in one product, and keep those of their own adapter and
+  expert; the others become exact 0. More arithmetic than needed, but two products in all.
 
 A stack must be finite, or 0 times another adapter's B would not be 0: factors with NaN or Inf keep
-their ranks in the stack (so nobody else's bits depend on them), as zeros, and the rows that meet
+their place in the stack (so nobody else's bits depend on them), as zeros, and the rows that meet
 them are made NaN. Where the stack would be large, the caller takes another method.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -27,7 +30,8 @@ from moegraft.types import SiteFactors, TokenSlots
 MAX_STACK_ELEMENTS = 1 << 18
 #: Most multiply-adds one call may do: about a millisecond.
 MAX_STACK_WORK = 1 << 26
-
+#: Up to so many rows, factors are picked per row.
+MAX_PICKED_ROWS = 64
 #: Stacks kept per site, for different sets of live adapters; the oldest goes first.
 MAX_STACKS = 8
 
@@ -36,23 +40,39 @@ LINEAR = (LINEAR_PROJECTION,)
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """The live factors of one side of a site.
+    """The live factors of one side of a site. An *owner* is ``position * E + expert``.
 
     Attributes:
-        lora_a: fp32 ``[in, sum R]``.
-        lora_b: fp32 ``[sum R, out]``, scaled; for gate_up in the host's packed columns.
-        owner: int64 ``[sum R]``, ``slot * E + expert`` of each rank.
+        lora_a: fp32 ``[L*E, R, in]``, L live adapters; ranks past an adapter's own are 0.
+        lora_b: fp32 ``[L*E, R, out]``, scaled; for gate_up in the host's packed columns.
+        position: int64 ``[S + 1]``, slot -> position among the live ones; the last entry, which
+            slot -1 finds, is -1.
         broken: int64 owners whose factors are not finite.
     """
 
     lora_a: torch.Tensor
     lora_b: torch.Tensor
-    owner: torch.Tensor
+    position: torch.Tensor
     broken: torch.Tensor
 
     def allows(self, num_rows: int) -> bool:
         """True when the products for so many rows are small enough."""
         return num_rows * (self.lora_a.numel() + self.lora_b.numel()) <= MAX_STACK_WORK
+
+    @cached_property
+    def owner_of_rank(self) -> torch.Tensor:
+        """int64 ``[L*E*R]``."""
+        return torch.arange(self.lora_a.shape[0]).repeat_interleave(self.lora_a.shape[1])
+
+    @cached_property
+    def flat_a(self) -> torch.Tensor:
+        """``[in, L*E*R]``."""
+        return self.lora_a.flatten(0, 1).t().contiguous()
+
+    @cached_property
+    def flat_b(self) -> torch.Tensor:
+        """``[L*E*R, out]``."""
+        return self.lora_b.flatten(0, 1)
 
 
 def cached_stack(table: SiteTable, projections: tuple[str, ...], slots: TokenSlots) -> Stack | None:
@@ -75,39 +95,39 @@ def _build(table: SiteTable, projections: tuple[str, ...], live: tuple[int, ...]
     site, num_experts = table.site, table.site.num_experts
     out = site.projection(projections[-1]).out_features
     columns, width = out * len(projections), site.projection(projections[-1]).in_features
-    found = [(slot, table.factors(slot)) for slot in live]
-    blocks = [block for slot, factors in found for block in _blocks(slot, factors, projections)]
-    total = sum(factors.projections[names[0]].rank for _, names, factors in blocks) * num_experts
-    if total * (width + columns) > MAX_STACK_ELEMENTS:
+    found = [table.factors(slot) for slot in live]
+    blocks = [_blocks(factors, projections) for factors in found]
+    ranks = [sum(block[0][1] for block in own) for own in blocks]
+    max_rank = max([1, *ranks])
+    if len(live) * num_experts * max_rank * (width + columns) > MAX_STACK_ELEMENTS:
         return None
-    # [R, E, ..] while filling: one slice per adapter covers all experts.
-    lora_a = torch.zeros(total // num_experts, num_experts, width)
-    lora_b = torch.zeros(total // num_experts, num_experts, columns)
-    owner = torch.zeros(total // num_experts, num_experts, dtype=torch.int64)
-    start = 0
-    for slot, names, factors in blocks:
-        ranks = slice(start, start + factors.projections[names[0]].rank)
-        entries = factors.expert_map
-        experts = torch.arange(num_experts)
+    lora_a = torch.zeros(len(live), num_experts, max_rank, width)
+    lora_b = torch.zeros(len(live), num_experts, max_rank, columns)
+    for i, (factors, own) in enumerate(zip(found, blocks, strict=True)):
+        if factors is None:
+            continue
+        experts, entries = torch.arange(num_experts), factors.expert_map
         if entries is not None:
             experts = (entries >= 0).nonzero().flatten()
-        for name in names:
-            factor = factors.projections[name]
-            where = site.layout.columns(name, out) if len(projections) > 1 else slice(None)
-            scaled = _of_experts(factor.lora_B, experts, entries).float() * factor.scale
-            lora_a[ranks, experts] = (
-                _of_experts(factor.lora_A, experts, entries).float().transpose(0, 1)
-            )
-            view = lora_b[ranks, :, where]
-            view[:, experts] = scaled.permute(2, 0, 1)
-        owner[ranks] = slot * num_experts + torch.arange(num_experts)
-        start = ranks.stop
-    lora_a, lora_b, owner = lora_a.flatten(0, 1), lora_b.flatten(0, 1), owner.flatten()
-    finite = torch.isfinite(lora_a).all(dim=1) & torch.isfinite(lora_b).all(dim=1)
-    broken = owner[~finite].unique()
-    lora_a[torch.isin(owner, broken)] = 0.0
-    lora_b[torch.isin(owner, broken)] = 0.0
-    return Stack(lora_a.t().contiguous(), lora_b, owner, broken)
+        start = 0
+        for block in own:
+            where = slice(start, start + block[0][1])
+            for name, _ in block:
+                factor = factors.projections[name]
+                own_columns = slice(None)
+                if len(projections) > 1:
+                    own_columns = site.layout.columns(name, out)
+                own_b = _of_experts(factor.lora_B, experts, entries).float() * factor.scale
+                lora_a[i, experts, where] = _of_experts(factor.lora_A, experts, entries).float()
+                lora_b[i, :, where, own_columns][experts] = own_b.transpose(1, 2)
+            start = where.stop
+    lora_a, lora_b = lora_a.flatten(0, 1), lora_b.flatten(0, 1)
+    finite = torch.isfinite(lora_a).flatten(1).all(1) & torch.isfinite(lora_b).flatten(1).all(1)
+    lora_a[~finite] = 0.0
+    lora_b[~finite] = 0.0
+    position = torch.full((table.num_slots + 1,), -1)
+    position[list(live)] = torch.arange(len(live))
+    return Stack(lora_a, lora_b, position, (~finite).nonzero().flatten())
 
 
 def _of_experts(
@@ -120,21 +140,18 @@ def _of_experts(
 
 
 def _blocks(
-    slot: int, factors: SiteFactors | None, projections: tuple[str, ...]
-) -> list[tuple[int, tuple[str, ...], SiteFactors]]:
-    """Split one adapter's projections into runs that share their A."""
-    found: list[tuple[int, tuple[str, ...], SiteFactors]] = []
-    if factors is None:
-        return found
-    for name in projections:
-        if name not in factors.projections:
+    factors: SiteFactors | None, projections: tuple[str, ...]
+) -> list[list[tuple[str, int]]]:
+    """Split one adapter's projections into runs (name, rank) that share their A."""
+    found: list[list[tuple[str, int]]] = []
+    for name in projections if factors is not None else ():
+        factor = factors.projections.get(name) if factors is not None else None
+        if factors is None or factor is None:
             continue
-        if found:
-            _, names, _ = found[-1]
-            if factors.projections[names[0]].lora_A is factors.projections[name].lora_A:
-                found[-1] = (slot, (*names, name), factors)
-                continue
-        found.append((slot, (name,), factors))
+        if found and factors.projections[found[-1][0][0]].lora_A is factor.lora_A:
+            found[-1].append((name, factor.rank))
+        else:
+            found.append([(name, factor.rank)])
     return found
 
 
@@ -146,44 +163,61 @@ def expand_stacked(
     out: torch.Tensor,
     per_token: bool,
 ) -> None:
-    """Add every row's delta to fp32 ``out`` ``[N, columns]``.
+    """Add every row's delta to fp32 ``out`` ``[N, columns]``; other rows keep their bits.
 
     ``rows`` is ``[T, in]`` when ``per_token`` (row n reads its token's), else ``[N, in]``.
     """
-    row_to_slot = perm.row_to_slot
-    assert row_to_slot is not None
+    assert perm.row_to_slot is not None
     num_experts = perm.expert_ends.shape[0]
-    row_owner = torch.add(perm.row_to_expert, row_to_slot, alpha=num_experts)
-    ranks = rows.float() @ stack.lora_a
-    if per_token:
-        ranks = ranks[perm.row_to_token]
-    ranks.masked_fill_(row_owner[:, None] != stack.owner, 0.0)
-    if stack.broken.shape[0]:
-        ranks[torch.isin(row_owner, stack.broken)] = torch.nan
-    if slots.has_base_rows:
-        # Not even the sign of a zero changes in a row without an adapter.
-        delta = ranks @ stack.lora_b
-        out.copy_(torch.where((row_to_slot >= 0)[:, None], out + delta, out))
-    else:
-        out.addmm_(ranks, stack.lora_b)
+    position = stack.position[perm.row_to_slot]
+    owner = torch.add(perm.row_to_expert, position, alpha=num_experts)
+    inputs = (rows[perm.row_to_token] if per_token else rows).float()
+    if not slots.has_base_rows:
+        out.add_(_delta(inputs, owner, stack))
+        return
+    # Rows without an adapter are computed with anyone's factors, and not selected.
+    delta = _delta(inputs, owner.clamp_(min=0), stack)
+    out.copy_(torch.where((position >= 0)[:, None], out + delta, out))
 
 
-def linear_stacked(x: torch.Tensor, stack: Stack, slots: TokenSlots, out: torch.Tensor) -> None:
-    """Add every row's delta to ``out`` ``[T, out]`` in its own dtype; base rows keep their bits."""
-    rows = slots.adapter_rows if slots.has_base_rows else None
-    key = (stack, "foreign ranks")
-    if key not in slots.cache:
-        own = slots.slots_i64 if rows is None else slots.slots_i64[rows]
-        slots.cache[key] = (own[:, None] != stack.owner, torch.isin(own, stack.broken))
-    foreign, is_broken = slots.cache[key]
-    inputs = (x if rows is None else x[rows]).float()
-    ranks = (inputs @ stack.lora_a).masked_fill_(foreign, 0.0)
-    if stack.broken.shape[0]:
-        ranks[is_broken] = torch.nan
-    if out.dtype == torch.float32 and rows is None:
-        out.addmm_(ranks, stack.lora_b)
-    elif out.dtype == torch.float32 and rows is not None:
-        out.index_add_(0, rows, ranks @ stack.lora_b)
+def _delta(inputs: torch.Tensor, owner: torch.Tensor, stack: Stack) -> torch.Tensor:
+    """Return ``B[owner_n] (A[owner_n] inputs_n)``, fp32 ``[n, out]``."""
+    if inputs.shape[0] <= MAX_PICKED_ROWS:
+        ranks = torch.bmm(stack.lora_a.index_select(0, owner), inputs[:, :, None])
+        picked_b = stack.lora_b.index_select(0, owner)
+        delta = torch.bmm(ranks.transpose(1, 2), picked_b)[:, 0]
     else:
-        where = slice(None) if rows is None else rows
-        out[where] = (out[where] + ranks @ stack.lora_b).to(out.dtype)
+        all_ranks = inputs @ stack.flat_a
+        all_ranks.masked_fill_(owner[:, None] != stack.owner_of_rank, 0.0)
+        delta = all_ranks @ stack.flat_b
+    if stack.broken.shape[0]:
+        delta[torch.isin(owner, stack.broken)] = torch.nan
+    return delta
+
+
+def linear_stacked(
+    x: torch.Tensor, stack: Stack, slots: TokenSlots, out: torch.Tensor, version: int
+) -> None:
+    """Add every row's delta to ``out`` ``[T, out]`` in its own dtype; base rows keep their bits.
+
+    ``version`` is that of the factor table the stack was built from.
+    """
+
+    def foreign_ranks() -> tuple[torch.Tensor, torch.Tensor]:
+        own = stack.position[slots.slots_i64]
+        return own[:, None] != stack.owner_of_rank, own
+
+    # Masks of stacks of the same shape over the same live slots are the same.
+    key = ("foreign ranks", stack.owner_of_rank.shape)
+    foreign, own = slots.derived(key, version, foreign_ranks)
+    ranks = (x.float() @ stack.flat_a).masked_fill_(foreign, 0.0)
+    if stack.broken.shape[0]:
+        ranks[torch.isin(own, stack.broken)] = torch.nan
+    if out.dtype != torch.float32:
+        changed = (out + ranks @ stack.flat_b).to(out.dtype)
+    elif not slots.has_base_rows:
+        out.addmm_(ranks, stack.flat_b)
+        return
+    else:
+        changed = torch.addmm(out, ranks, stack.flat_b)
+    out.copy_(torch.where(slots.has_adapter[:, None], changed, out))
