@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moegraft.backends.triton.activation import gated, pointwise
-from moegraft.backends.triton.lora import add_segment
+from moegraft.backends.triton.lora import add_gate_up, add_segment
 from moegraft.backends.triton.sync import launch_next, launch_wait
 
 
@@ -122,13 +122,9 @@ def gate_up_activation_kernel(
         while first < num_rows:
             end = tl.load(desc32_ptr + (first_row + first) * 16)
             if GATED:
-                gate = add_segment(
-                    gate, rank_ptr, 2 * RANK_STRIDE, first_row, first, end, arena_ptr, desc64_ptr,
-                    desc32_ptr, 0, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
-                )  # fmt: skip
-                up = add_segment(
-                    up, rank_ptr + RANK_STRIDE, 2 * RANK_STRIDE, first_row, first, end, arena_ptr,
-                    desc64_ptr, desc32_ptr, 1, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
+                gate, up = add_gate_up(
+                    gate, up, rank_ptr, RANK_STRIDE, first_row, first, end, arena_ptr, desc64_ptr,
+                    desc32_ptr, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
                 )  # fmt: skip
             else:
                 up = add_segment(
