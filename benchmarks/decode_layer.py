@@ -5,7 +5,7 @@
 Whole layer from topk ids to the summed output, CUDA-graph replay, median; several input sets in one
 graph, so that the touched weights come from memory, not from the L2. *Limit*: bytes of the experts
 and (adapter, expert) factors that are touched, each once, over the best pure read of this run.
-``grouped_mm``: both products of ``torch.nn.functional.grouped_mm`` alone, without sort and finalize.
+``grouped_mm``: both products of ``torch.nn.functional.grouped_mm``, without sort and finalize.
 Every row is written only after its configuration was checked against the fp32 reference and, bit by
 bit, against the serial launches.
 """
