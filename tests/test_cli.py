@@ -71,7 +71,8 @@ def test_missing_typer_says_how_to_install(
     monkeypatch.setattr(builtins, "__import__", without_typer)
     assert main(["doctor", "--json"]) == 2
     captured = capsys.readouterr()
-    assert "pip install 'moegraft[cli]'" in json.loads(captured.out)["error"]
+    message = json.loads(captured.out)["error"]
+    assert "pip install -e '.[cli]'" in message and "clone" in message
     assert captured.err.startswith("error: ")
 
 

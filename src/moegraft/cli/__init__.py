@@ -1,4 +1,4 @@
-"""The command line ``moegraft``. Needs typer and rich: ``pip install 'moegraft[cli]'``."""
+"""The command line ``moegraft``. Needs typer and rich: ``pip install -e '.[cli]'`` in the clone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in _NEEDED:
             raise
-        message = f"the command line needs {missing}; install it with: pip install 'moegraft[cli]'"
+        message = (
+            f"the command line needs {missing}; install it, in the clone of moegraft, with: "
+            "pip install -e '.[cli]'"
+        )
         if "--json" in arguments:
             print(json.dumps({"error": message}))
         print(f"error: {message}", file=sys.stderr)

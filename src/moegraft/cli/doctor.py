@@ -88,13 +88,13 @@ def find_problems(document: dict[str, Any]) -> list[dict[str, str]]:
     if versions["transformers"] is None:
         add(
             "transformers is not installed: moegraft.attach has no model to attach to",
-            "pip install 'moegraft[transformers]'",
+            "pip install -e '.[transformers]' in the clone of moegraft",
         )
     if versions["peft"] is None:
         add(
             "peft is not installed: `moegraft demo` has nothing to compare with (serving needs no "
             "peft)",
-            "pip install 'moegraft[demo]'",
+            "pip install -e '.[demo]' in the clone of moegraft",
         )
     if has_nvidia_driver() and not cuda:
         add(

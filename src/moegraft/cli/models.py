@@ -23,7 +23,7 @@ def require(*packages: str) -> None:
         if find_spec(package) is None:
             raise MoegraftError(
                 f"{package} is not installed; this command needs it: "
-                f"pip install 'moegraft[{_EXTRAS[package]}]'."
+                f"pip install -e '.[{_EXTRAS[package]}]' in the clone of moegraft."
             )
 
 
