@@ -20,7 +20,6 @@ from moegraft.adapters import (
     make_source,
     read_adapter,
 )
-from moegraft.errors import AdapterError
 from moegraft.hosts.transformers import model_spec
 from moegraft.testing import assert_bit_equal, relative_error
 
@@ -224,58 +223,6 @@ def test_the_report_says_ranks_and_scales(case: str, ranks: set[int], scales: se
     assert report.max_rank == max(ranks)
     assert f"bound {report.total} of {report.total} tensors" in report.summary()
     assert report.to_dict()["bound"] == report.total
-
-
-@pytest.mark.parametrize(
-    ("case", "part", "reason"),
-    [
-        ("dora_attention", "lora_magnitude_vector", "DoRA is not served"),
-        ("lora_bias", "q_proj.lora_B.bias", "lora_bias=True"),
-        ("modules_to_save", "lm_head.weight", "modules_to_save"),
-    ],
-)
-def test_what_is_not_served_is_refused_by_name_and_can_be_excused(
-    case: str, part: str, reason: str
-) -> None:
-    path = f"peft/0.21.2/qwen3_moe/{case}"
-    refused = sorted(key for key in tiny.tensors_of(path) if part in key)
-    with pytest.raises(AdapterError, match="nothing was loaded") as caught:
-        bound_case(path)
-    assert refused[0] in str(caught.value) and reason in str(caught.value)
-    excused = bound_case(path, ReadOptions(skip=(re.escape(part),)))
-    assert set(refused) <= set(excused.report.skipped)
-    assert excused.report.bound + len(excused.report.skipped) == excused.report.total
-
-
-@pytest.mark.parametrize(
-    ("case", "names", "reason"),
-    [
-        (
-            "qwen3_moe/embedding",
-            ["embed_tokens.base_layer.weight", "embed_tokens.lora_embedding_A"],
-            "bound 0 of 3",
-        ),
-        ("gpt_oss/lora_bias", ["q_proj.lora_B.bias"], "lora_bias=True"),
-        (
-            "gpt_oss/experts_and_biases",
-            ["experts.base_layer.base_layer.lora_A.weight"],
-            "4 parameters are wrapped",
-        ),
-    ],
-)
-def test_other_tensors_that_are_not_served_are_named(
-    case: str, names: list[str], reason: str
-) -> None:
-    with pytest.raises(AdapterError, match=reason) as caught:
-        bound_case(f"peft/0.21.2/{case}")
-    assert all(name in str(caught.value) for name in names)
-
-
-def test_a_dora_magnitude_on_experts_is_refused_by_name() -> None:
-    tensors = {**tiny.tensors_of(EXPERTS), MAGNITUDE: torch.ones(4, 24)}
-    with pytest.raises(AdapterError, match="DoRA is not served") as caught:
-        bound_tensors(tensors, tiny.config_of(EXPERTS, use_dora=True))
-    assert MAGNITUDE in str(caught.value)
 
 
 def test_a_report_counts_every_tensor_once() -> None:

@@ -16,12 +16,21 @@ from moegraft.sites import Site
 from moegraft.types import SiteFactors
 
 _LEAF_REASONS = {
-    "dora": "it is DoRA's magnitude vector; DoRA is not served",
+    "dora": (
+        "it is DoRA's magnitude vector; DoRA is not served, and the factors alone are another "
+        "function than was trained"
+    ),
     "lora_B_bias": "it is a bias of lora_B (lora_bias=True), which is not served",
     "embedding": "LoRA on embeddings and trainable tokens are not served",
     "full": "it is a full tensor, not a LoRA factor (modules_to_save or bias), which is not served",
 }
+_DORA_ALONE = (
+    "a DoRA magnitude can't be left out alone: the factors of its module were trained with it, and "
+    "without it they are another function; leave them out too, or train without DoRA"
+)
 _TWICE = "the file holds a tensor of another name for the same place: which one is meant?"
+#: What PEFT adds to the path of a module that it wrapped, once per wrap.
+_WRAPPED = re.compile(r"(\.base_layer)+$")
 #: Reasons that an error spells out; a real model has thousands of tensors.
 _MAX_REASONS = 5
 
@@ -54,14 +63,13 @@ def bind(
         error.
     """
     options = options or ReadOptions()
-    skip = [re.compile(pattern) for pattern in options.skip]
-    skipped = {key for key in source.tensors if any(p.search(key) for p in skip)}
-    pending = set(source.tensors) - skipped
+    skipped, notes = _skip(source, options)
+    refused = dict.fromkeys(_magnitudes_alone(source, skipped), _DORA_ALONE)
+    skipped -= set(refused)
+    pending = set(source.tensors) - skipped - set(refused)
     factors: dict[str, SiteFactors] = {}
     experts: dict[str, dict[str, int]] = {}
     layouts: dict[str, str] = {}
-    refused: dict[str, str] = {}
-    notes: list[str] = []
     used: set[str] = set()
     for layout in LAYOUTS:
         result = layout.read(source, pending, spec, options)
@@ -81,8 +89,9 @@ def bind(
     times = Counter(source.keys.values())
     for key in source.tensors:
         if key in pending:
-            twice = times[source.keys[key]] > 1
-            refused[key] = _TWICE if twice else _why_left(source, spec, key)
+            refused[key] = _LEAF_REASONS.get(source.keys[key].leaf) or (
+                _TWICE if times[source.keys[key]] > 1 else _why_left(source, spec, key)
+            )
     report = BindReport(
         origin=source.origin,
         producer=source.config.producer,
@@ -105,11 +114,17 @@ def check_bound(report: BindReport, spec: ModelSpec) -> None:
     """Raise :class:`AdapterError` unless every tensor was bound or excused."""
     if report.bound == 0:
         names = shorten(list(report.refused) or list(report.skipped))
-        first = next(iter(report.refused.values()), "all were skipped")
-        raise AdapterError(
+        message = (
             f"{report.origin}: bound 0 of {count(report.total, 'tensor')} to {spec.name}. First "
-            f"names: {names}. Reason for the first: {first}. Was it trained for another model?"
+            f"names: {names}. "
         )
+        if is_of_another_model(report):
+            first = next(iter(report.refused.values()))
+            raise AdapterError(
+                f"{message}Reason for the first: {first}. Was it trained for another model?"
+            )
+        reasons = list(dict.fromkeys(report.refused.values())) or ["all were skipped"]
+        raise AdapterError(f"{message}Nothing of it can be served: {'; '.join(reasons)}.")
     if report.refused:
         by_reason: dict[str, list[str]] = {}
         for key, reason in report.refused.items():
@@ -118,20 +133,64 @@ def check_bound(report: BindReport, spec: ModelSpec) -> None:
         details = "; ".join(reasons[:_MAX_REASONS])
         if len(reasons) > _MAX_REASONS:
             details += f"; and {len(reasons) - _MAX_REASONS} more reasons"
+        way_out = ""
+        if excusable(report):
+            way_out = f" To serve the adapter without them, excuse them by name: {HOW_TO_SKIP}"
         raise AdapterError(
             f"{report.origin}: {len(report.refused)} of {count(report.total, 'tensor')} can't be "
-            f"served on {spec.name}, so nothing was loaded. {details}. To serve the adapter "
-            f"without them, excuse them by name: {HOW_TO_SKIP}"
+            f"served on {spec.name}, so nothing was loaded. {details}.{way_out}"
         )
 
 
+def is_of_another_model(report: BindReport) -> bool:
+    """True when nothing was bound, though some tensor is of a kind that a model could serve."""
+    kinds = {*_LEAF_REASONS.values(), _DORA_ALONE}
+    return report.bound == 0 and any(why not in kinds for why in report.refused.values())
+
+
+def excusable(report: BindReport) -> list[str]:
+    """Return the refused tensors that the caller may leave out by themselves: all but DoRA's."""
+    never = (_LEAF_REASONS["dora"], _DORA_ALONE)
+    return [key for key, why in report.refused.items() if why not in never]
+
+
+def unmatched_skip(pattern: str) -> str:
+    """Return the note for a skip pattern that matches no tensor's name."""
+    return f"skip {pattern!r} matches no tensor's name"
+
+
+def _skip(source: AdapterSource, options: ReadOptions) -> tuple[set[str], list[str]]:
+    """Return the tensors that the caller leaves out, and a note per pattern without any."""
+    skipped: set[str] = set()
+    notes = []
+    for pattern in dict.fromkeys(options.skip):
+        found = {key for key in source.tensors if re.search(pattern, key)}
+        if not found:
+            notes.append(unmatched_skip(pattern))
+        skipped |= found
+    return skipped, notes
+
+
+def _magnitudes_alone(source: AdapterSource, skipped: set[str]) -> list[str]:
+    """Return the skipped DoRA magnitudes with factors of the same module that are not skipped."""
+    kept = {
+        _WRAPPED.sub("", source.keys[key].module)
+        for key in set(source.tensors) - skipped
+        if source.keys[key].leaf in ("lora_A", "lora_B")
+    }
+    return [
+        key
+        for key in source.tensors
+        if key in skipped
+        and source.keys[key].leaf == "dora"
+        and _WRAPPED.sub("", source.keys[key].module) in kept
+    ]
+
+
 def _why_left(source: AdapterSource, spec: ModelSpec, key: str) -> str:
-    """Say why no layout took a tensor."""
+    """Say why no layout took a factor."""
     parsed = source.keys[key]
-    reason = _LEAF_REASONS.get(parsed.leaf)
-    if reason is not None:
-        return reason
-    path = re.sub(r"(\.base_layer)+$", "", parsed.module)
+    path = _WRAPPED.sub("", parsed.module)
     if spec.resolve(path) is not None:
         shape = tuple(source.tensors[key].shape)
         return f"no layout reads a {parsed.leaf} of shape {shape} there"

@@ -57,7 +57,7 @@ class BindReport:
         sites: what was bound, per site.
         refused: tensor name -> why it can't be served.
         skipped: tensors excused by the caller's ``skip`` option.
-        notes: warnings worth reading.
+        notes: warnings worth reading, such as a ``skip`` pattern that matches nothing.
     """
 
     origin: str

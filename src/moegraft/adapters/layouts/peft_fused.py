@@ -174,7 +174,8 @@ class PeftFused:
         """Return ``gate_up`` or ``down``, or the reason why that can't be told."""
         if len(depths) > 2:
             return (
-                f"{len(depths)} parameters are wrapped on {site.name}; gate_up and down are known"
+                f"{len(depths)} parameters are wrapped on {site.name}; only the two weights, "
+                "gate_up and down, are served (no LoRA on the experts' biases)"
             )
         if len(depths) == 2:
             # PEFT wraps in the order of definition: the innermost is the first parameter.

@@ -1,0 +1,107 @@
+"""What of PEFT's files is not served: refused by name, with the reason and a way out if any."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import tiny
+from moegraft.adapters import (
+    BoundAdapter,
+    ReadOptions,
+    bind,
+    check_bound,
+    make_source,
+    read_adapter,
+)
+from moegraft.errors import AdapterError
+
+EXPERTS = "peft/0.21.2/qwen3_moe/experts"
+DORA = "peft/0.21.2/qwen3_moe/dora_attention"
+MAGNITUDE = "base_model.model.model.layers.0.mlp.experts.lora_magnitude_vector"
+
+
+def bound_case(case: str, options: ReadOptions | None = None) -> BoundAdapter:
+    """A case bound to its own model; an error when any tensor is left."""
+    spec = tiny.spec_of(tiny.model_of(case))
+    bound = bind(read_adapter(tiny.folder(case)), spec, options)
+    check_bound(bound.report, spec)
+    return bound
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "reason"),
+    [
+        ("lora_bias", "q_proj.lora_B.bias", "lora_bias=True"),
+        ("modules_to_save", "lm_head.weight", "modules_to_save"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name_and_can_be_excused(
+    case: str, part: str, reason: str
+) -> None:
+    path = f"peft/0.21.2/qwen3_moe/{case}"
+    refused = sorted(key for key in tiny.tensors_of(path) if part in key)
+    with pytest.raises(AdapterError, match="nothing was loaded") as caught:
+        bound_case(path)
+    assert refused[0] in str(caught.value) and reason in str(caught.value)
+    excused = bound_case(path, ReadOptions(skip=(re.escape(part),)))
+    assert set(refused) <= set(excused.report.skipped)
+    assert excused.report.bound + len(excused.report.skipped) == excused.report.total
+
+
+@pytest.mark.parametrize(
+    ("case", "names", "reason"),
+    [
+        (
+            "qwen3_moe/embedding",
+            ["embed_tokens.base_layer.weight", "embed_tokens.lora_embedding_A"],
+            "bound 0 of 3 .*LoRA on embeddings and trainable tokens are not served",
+        ),
+        ("gpt_oss/lora_bias", ["q_proj.lora_B.bias"], "lora_bias=True"),
+        (
+            "gpt_oss/experts_and_biases",
+            ["experts.base_layer.base_layer.lora_A.weight"],
+            "4 parameters are wrapped .*only the two weights",
+        ),
+    ],
+)
+def test_other_tensors_that_are_not_served_are_named(
+    case: str, names: list[str], reason: str
+) -> None:
+    with pytest.raises(AdapterError, match=reason) as caught:
+        bound_case(f"peft/0.21.2/{case}")
+    assert all(name in str(caught.value) for name in names)
+    assert "which one" not in str(caught.value)
+    assert ("another model" in str(caught.value)) == case.startswith("gpt_oss/experts")
+
+
+def test_a_dora_magnitude_is_left_out_with_its_factors_or_not_at_all() -> None:
+    with pytest.raises(AdapterError, match=r"4 of 12 .*DoRA is not served") as caught:
+        bound_case(DORA)
+    assert "skip" not in str(caught.value)
+    alone = ReadOptions(skip=("lora_magnitude_vector",))
+    with pytest.raises(AdapterError, match=r"4 of 12 .*can't be left out alone") as caught:
+        bound_case(DORA, alone)
+    assert "skip=" not in str(caught.value)
+    source = read_adapter(tiny.folder(DORA))
+    both = ReadOptions(skip=("lora_magnitude_vector", r"q_proj"))
+    report = bind(source, tiny.spec_of("qwen3_moe"), both).report
+    assert len(report.skipped) == 6 and all("v_proj" in key for key in report.refused)
+    assert report.bound + len(report.refused) + len(report.skipped) == report.total
+
+
+def test_a_skip_pattern_that_matches_nothing_is_noted() -> None:
+    options = ReadOptions(skip=("lm_haed", "lm_head"))
+    report = bound_case("peft/0.21.2/qwen3_moe/modules_to_save", options).report
+    assert len(report.skipped) == 1 and report.notes == ("skip 'lm_haed' matches no tensor's name",)
+
+
+def test_a_dora_magnitude_on_experts_is_refused_by_name() -> None:
+    tensors = {**tiny.tensors_of(EXPERTS), MAGNITUDE: torch.ones(4, 24)}
+    with pytest.raises(AdapterError, match="DoRA is not served") as caught:
+        spec = tiny.spec_of("qwen3_moe")
+        source = make_source(tensors, tiny.config_of(EXPERTS, use_dora=True))
+        check_bound(bind(source, spec).report, spec)
+    assert MAGNITUDE in str(caught.value)
