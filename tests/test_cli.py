@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moegraft._version import __version__
-from moegraft.cli import doctor, main, output
+from moegraft.cli import main, output
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MODELS = FIXTURES / "models"
@@ -178,15 +178,21 @@ def test_inspect_counts_in_words_and_per_projection(
 
 def test_inspect_reads_as_the_options_say(capsys: pytest.CaptureFixture[str]) -> None:
     dora = ("inspect", PEFT / "qwen3_moe" / "dora_attention", "--model", MODELS / "qwen3_moe")
-    _, document = run_json(capsys, *dora)
-    assert "--skip" in document["error"]
-    code, document = run_json(capsys, *dora, "--skip", "no_such", "--skip", "magnitude")
+    assert main([*map(str, dora)]) == 2
+    assert "--skip" not in capsys.readouterr().out
+    full = ("inspect", PEFT / "qwen3_moe" / "modules_to_save", "--model", MODELS / "qwen3_moe")
+    _, document = run_json(capsys, *full)
+    assert "--skip" in document["error"] and "--skip" in document["binding"]["hint"]
+    assert main([*map(str, full)]) == 2
+    assert "--skip 'REGEX'" in capsys.readouterr().out
+    code, document = run_json(capsys, *full, "--skip", "no_such", "--skip", "lm_head")
     report = document["binding"]["report"]
     assert code == 0 and len(report["skipped"]) == report["total"] - report["bound"] > 0
-    assert document["read_options"] == {"skip": ["no_such", "magnitude"]}
-    assert main([*map(str, dora), "--skip", "magnitude"]) == 0
+    assert document["read_options"] == {"skip": ["no_such", "lm_head"]}
+    assert main([*map(str, full), "--skip", "no_such", "--skip", "lm_head"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Skipped 4 tensors" in text and "binds without what was skipped" in text
+    assert "Skipped 1 tensor" in text and "binds without what was skipped" in text
+    assert "skip 'no_such' matches no tensor's name" in text
     experts = ("inspect", PEFT / "qwen3_moe" / "experts", "--model", MODELS / "qwen3_moe")
     layout = ("--expert-b-layout", "grouped_by_expert", "--orientation", "normal")
     _, document = run_json(capsys, *experts, *layout)
@@ -214,8 +220,17 @@ def test_inspect_finds_nothing_to_bind(capsys: pytest.CaptureFixture[str], tmp_p
     tensors = load_file(source / "adapter_model.safetensors")
     renamed = {key.replace("layers", "blocks"): value for key, value in tensors.items()}
     save_file(renamed, tmp_path / "adapter_model.safetensors")
-    code, document = run_json(capsys, "inspect", tmp_path, "--model", MODELS / "qwen3_moe")
+    command = ("inspect", tmp_path, "--model", MODELS / "qwen3_moe")
+    code, document = run_json(capsys, *command)
     assert code == 2 and "bound 0 of 16" in document["error"]
+    assert main([*map(str, command)]) == 2
+    text = capsys.readouterr().out
+    assert "Was it trained for another model?" in text and "--skip" not in text
+    assert "0 of 16 tensors can be bound: " in " ".join(text.split())
+    embedding = ("inspect", PEFT / "qwen3_moe" / "embedding", "--model", MODELS / "qwen3_moe")
+    assert main([*map(str, embedding)]) == 2
+    text = capsys.readouterr().out
+    assert "LoRA on embeddings" in text and "another model" not in text
 
 
 def test_inspect_missing_paths(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -241,52 +256,3 @@ def test_inspect_refuses_nan(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     message = run_error(capsys, "inspect", tmp_path, "--model", MODELS / "qwen3_moe")
     assert "NaN" in message and name in message
-
-
-def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
-    code, document = run_json(capsys, "doctor")
-    assert code == 0
-    assert document["versions"]["moegraft"] == __version__
-    assert document["versions"]["torch"] == torch.__version__
-    assert document["cpu"]["cores"] >= 1
-    plans = {(p["device"], p["dtype"], p["phase"]): p for p in document["plans"]}
-    assert plans["cpu", "float32", "decode"]["backend"] == "cpu"
-    assert plans["cpu", "bfloat16", "prefill"]["reasons"]
-    assert main(["doctor"]) == 0
-    text = capsys.readouterr().out
-    assert "transformers" in text and "prefill" in text and "Problems" in text
-
-
-def test_doctor_reports_an_impossible_backend(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MOEGRAFT_BACKEND", "abacus")
-    code, document = run_json(capsys, "doctor")
-    assert code == 0
-    assert all(plan["backend"] is None for plan in document["plans"])
-    assert "abacus" in document["plans"][0]["reasons"][0]
-    problems = " ".join(entry["problem"] for entry in document["problems"])
-    assert "MOEGRAFT_BACKEND=abacus" in problems and "no backend" in problems
-
-
-def test_doctor_reports_a_bad_log_level(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MOEGRAFT_LOG", "loud")
-    code, document = run_json(capsys, "doctor")
-    assert code == 0
-    assert any("MOEGRAFT_LOG='LOUD'" in entry["problem"] for entry in document["problems"])
-
-
-def test_doctor_knows_old_and_missing_packages() -> None:
-    document = {
-        "versions": {"torch": "2.1.0+cpu", "transformers": None, "peft": None, "triton": None},
-        "cpu": {"fast_bfloat16": False, "cores": 2, "torch_threads": 8},
-        "cuda": [{"name": "gpu"}],
-        "plans": [],
-    }
-    found = {entry["problem"]: entry["remedy"] for entry in doctor.find_problems(document)}
-    text = " ".join(found)
-    for part in ("torch 2.1.0+cpu is older", "transformers is not", "peft is not", "triton", "8"):
-        assert part in text
-    assert all(found.values())

@@ -109,10 +109,12 @@ def test_sampling_repeats_with_its_seed(model: Path, capsys: pytest.CaptureFixtu
         (["--prompt", ":x", "--adapter", "all=folder"], "already an adapter 'all'"),
         (["--prompt", ":x", "--adapter", "new=/no/such/folder"], "no adapter at"),
         (["--prompt", ":x", "--adapter", f"new={PEFT / 'dora_attention'}"], "DoRA"),
-        (["--prompt", ":x", "--temperature", "0.5"], "--temperature need"),
+        (["--prompt", ":x", "--temperature", "0.5"], "--temperature needs --sample"),
+        (["--prompt", ":x", "--top-p", "0.5", "--seed", "1"], "--top-p, --seed need --sample"),
         (["--prompt", ":x", "--sample", "--temperature", "0"], "over 0"),
         (["--prompt", ":x", "--sample", "--top-p", "1.5"], "at most 1"),
-        (["--prompt", ":x", "--dtype", "int4"], "--dtype"),
+        (["--prompt", ":x", "--dtype", "int4"], "'--dtype': 'int4' is not one of"),
+        (["--prompt", ":x", "--max-new-tokens", "0"], "'--max-new-tokens': "),
         (["--prompt", ":x", "--device", "abacus"], "'abacus' is no torch device"),
         (["--prompt", ":x", "--device", "mps"], "on mps: cpu: the tensors are on mps"),
         (["--prompt", ":x", "--skip", "("], "skip '(' is not a regular expression"),
@@ -160,14 +162,14 @@ def test_cuda_is_refused_before_anything_is_loaded_and_the_right_thing_is_blamed
 def test_read_options_hold_for_all_adapters_or_for_the_one_they_name(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--skip", "lora_magnitude", "--skip", "down=q_proj", "--orientation", "down=normal"]
-    layout = ["--expert-b-layout", "rank_major", "--prompt", "dora:x", "--prompt", "down:x"]
-    dora = ["--adapter", f"dora={PEFT / 'dora_attention'}"]
-    assert main(arguments(model, *dora, *options, *layout, "--json")) == 0
+    options = ["--skip", "lora_bias", "--skip", "down=q_proj", "--orientation", "down=normal"]
+    layout = ["--expert-b-layout", "rank_major", "--prompt", "rs:x", "--prompt", "down:x"]
+    rslora = ["--adapter", f"rs={PEFT / 'rslora'}"]
+    assert main(arguments(model, *rslora, *options, *layout, "--json")) == 0
     document = json.loads(capsys.readouterr().out)
-    common = {"skip": ["lora_magnitude"], "expert_b_layout": "rank_major"}
-    down = {**common, "skip": ["lora_magnitude", "q_proj"], "orientation": "normal"}
-    assert document["read_options"] == {"all": common, "down": down, "dora": common}
+    common = {"skip": ["lora_bias"], "expert_b_layout": "rank_major"}
+    down = {**common, "skip": ["lora_bias", "q_proj"], "orientation": "normal"}
+    assert document["read_options"] == {"all": common, "down": down, "rs": common}
 
 
 def test_read_options_need_an_adapter(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,4 +192,46 @@ def test_wrong_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_model_without_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(FIXTURES / "models" / "qwen3_moe", "--prompt", ":x")) == 2
-    assert "tokenizer" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "tokenizer.save_pretrained(" in message and "Loading" not in message
+
+
+@pytest.mark.parametrize(
+    "rest, part",
+    [
+        (["--adapter", "new=/no/such/folder"], "no adapter at"),
+        (["--adapter", f"new={PEFT / 'dora_attention'}"], "DoRA"),
+        (["--adapter", f"new={PEFT.parent / 'gpt_oss' / 'experts'}"], "can't be served"),
+        (["--model", "/no/such/model"], "no model folder"),
+    ],
+)
+def test_errors_come_before_the_weights_are_read(
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rest: list[str],
+    part: str,
+) -> None:
+    monkeypatch.setattr("moegraft.cli.generate.load_model", None)
+    assert main(arguments(model, "--prompt", ":x", *rest)) == 2
+    message = capsys.readouterr().err
+    assert part in message and "Loading" not in message
+
+
+def test_float16(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = arguments(model, "--prompt", "all:Hello", "--dtype", "float16", "--json")
+    assert main(command) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["dtype"] == "float16" and document["rows"][0]["ids"]
+
+
+def test_a_skip_pattern_without_a_match_is_a_warning(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skips = ("--skip", "q_prj", "--skip", "down=k_prj", "--skip", "gate_up|q_proj")
+    assert main(arguments(model, *skips, "--prompt", "all:x")) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert warnings == [
+        "warning: adapters all, down: skip 'q_prj' matches no tensor's name",
+        "warning: adapter down: skip 'k_prj' matches no tensor's name",
+    ]

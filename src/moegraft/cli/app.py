@@ -75,7 +75,9 @@ def run(argv: list[str]) -> int:
 
 
 def _usage_message(error: Any) -> str:
-    message = str(error.format_message())
+    # typer checks values with pydantic since 0.29, and passes on its words.
+    message = str(error.format_message()).replace("Value error, ", "")
+    message = message.replace("Input should be", "must be")
     context = getattr(error, "ctx", None)
     if context is None:
         return message

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,13 +12,20 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from moegraft.cli import read_options
-from moegraft.cli.models import check_device, load_model, load_tokenizer, quiet_libraries
+from moegraft.cli import check_adapters, read_options
+from moegraft.cli.models import (
+    check_device,
+    check_model_folder,
+    load_model,
+    load_tokenizer,
+    quiet_libraries,
+)
 from moegraft.cli.output import Outcome, stdout_console, step, visible
 from moegraft.errors import MoegraftError
 
 if TYPE_CHECKING:
     from moegraft import ReadOptions
+    from moegraft.adapters import BindReport
 
 #: The word for "no adapter" in prompts and in what is printed.
 BASE = "base"
@@ -29,12 +36,15 @@ def generate(
     prompt: Annotated[
         list[str],
         typer.Option(
-            metavar="NAME:TEXT", help="A prompt and its adapter; base:TEXT or :TEXT for none."
+            metavar="NAME:TEXT",
+            help="A prompt and its adapter, base:TEXT or :TEXT for none; may be repeated.",
         ),
     ],
     adapter: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=DIR", help="An adapter folder and the name to give it."),
+        typer.Option(
+            metavar="NAME=DIR", help="An adapter folder and the name to give it; may be repeated."
+        ),
     ] = None,
     skip: Annotated[
         list[str] | None, typer.Option(metavar="[NAME=]REGEX", help=read_options.SKIP_HELP)
@@ -51,7 +61,7 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write per prompt.")] = 48,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Dtype to load the model in.")
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype to load the model in.")
     ] = "bfloat16",
     device: Annotated[str, typer.Option(help="Where to run; only cpu has a backend.")] = "cpu",
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of greedy.")] = False,
@@ -77,14 +87,19 @@ def generate(
         folders, skip or [], orientation or [], expert_b_layout or []
     )
     check_device(device, dtype)
+    check_model_folder(model)
     with quiet_libraries():
+        # What can go wrong goes wrong before the weights are read, which may take minutes.
+        tokenizer = load_tokenizer(model)
+        batch = _tokenise(tokenizer, rows)
+        with step("Checking the adapters") if folders else nullcontext():
+            reports = check_adapters.bind_all(model, folders, options)
+        check_adapters.warn(reports, options)
         with step(f"Loading {model} in {dtype}"):
-            host = load_model(model, dtype, device)
-            tokenizer = load_tokenizer(model)
-            graft = _attach(host, folders, options)
+            graft = _attach(load_model(model, dtype, device), folders, options, reports)
         with step(f"Writing {len(rows)} x {max_new_tokens} tokens"):
             start = time.perf_counter()
-            ids = _run(graft, tokenizer, rows, max_new_tokens, sampling)
+            ids = _run(graft, tokenizer, batch, rows, max_new_tokens, sampling)
             seconds = time.perf_counter() - start
         written = [_describe(row, out, tokenizer) for row, out in zip(rows, ids, strict=True)]
     document = {
@@ -154,7 +169,10 @@ def _sampling(
     unused = [name for name, value in given.items() if value is not None]
     if not sample:
         if unused:
-            raise MoegraftError(f"{', '.join(unused)} need --sample; without it, output is greedy.")
+            verb = "needs" if len(unused) == 1 else "need"
+            raise MoegraftError(
+                f"{', '.join(unused)} {verb} --sample; without it, output is greedy."
+            )
         return {}
     temperature = 1.0 if temperature is None else temperature
     top_p = 1.0 if top_p is None else top_p
@@ -165,32 +183,34 @@ def _sampling(
     return {"temperature": temperature, "top_p": top_p, "seed": seed or 0}
 
 
-def _attach(host: Any, folders: dict[str, Path], options: dict[str, ReadOptions]) -> Any:
+def _tokenise(tokenizer: Any, rows: list[tuple[str | None, str]]) -> Any:
+    """Return the prompts as one padded batch."""
+    batch = tokenizer([text for _, text in rows], return_tensors="pt", padding=True)
+    for (_, text), size in zip(rows, batch["attention_mask"].sum(1).tolist(), strict=True):
+        if not size:
+            raise MoegraftError(f"The prompt {text!r} is nothing to the tokenizer: no tokens.")
+    return batch
+
+
+def _attach(
+    host: Any,
+    folders: Mapping[str, Path],
+    options: Mapping[str, ReadOptions],
+    reports: Mapping[str, BindReport],
+) -> Any:
     import moegraft
 
-    ranks = [_largest_rank(folder) for folder in folders.values()]
-    graft = moegraft.attach(host, max_adapters=max(1, len(folders)), max_rank=max([64, *ranks]))
+    max_rank = max([64, *(report.max_rank for report in reports.values())])
+    graft = moegraft.attach(host, max_adapters=max(1, len(folders)), max_rank=max_rank)
     for name, folder in folders.items():
         graft.load(name, folder, options[name])
     return graft
 
 
-def _largest_rank(folder: Path) -> int:
-    """Return the largest rank a config names; 0 where it can't be told (loading says why)."""
-    from moegraft.adapters.config import AdapterConfig
-    from moegraft.adapters.read import CONFIG_FILE
-
-    path = (folder if folder.is_dir() else folder.parent) / CONFIG_FILE
-    try:
-        config = AdapterConfig.parse(json.loads(path.read_text()))
-    except (OSError, ValueError, AttributeError):
-        return 0
-    return max([config.r or 0, *(int(rank) for rank in config.rank_pattern.values())])
-
-
 def _run(
     graft: Any,
     tokenizer: Any,
+    batch: Any,
     rows: list[tuple[str | None, str]],
     max_new_tokens: int,
     sampling: dict[str, Any],
@@ -198,10 +218,6 @@ def _run(
     """Return the new token ids of each row, up to and with its end token."""
     import torch
 
-    batch = tokenizer([text for _, text in rows], return_tensors="pt", padding=True)
-    for (_, text), size in zip(rows, batch["attention_mask"].sum(1).tolist(), strict=True):
-        if not size:
-            raise MoegraftError(f"The prompt {text!r} is nothing to the tokenizer: no tokens.")
     ids = batch["input_ids"].to(graft.model.device)
     options: dict[str, Any] = {"do_sample": False}
     if sampling:

@@ -89,6 +89,7 @@ def inspect(
 def _bind(source: Any, folder: Path, options: ReadOptions) -> dict[str, Any]:
     """Bind to the model of a config.json; JSON-ready."""
     from moegraft.adapters import bind, check_bound
+    from moegraft.adapters.bind import excusable, is_of_another_model
     from moegraft.cli.coverage import coverage
     from moegraft.errors import AdapterError
     from moegraft.hosts.transformers.spec import model_spec
@@ -102,9 +103,15 @@ def _bind(source: Any, folder: Path, options: ReadOptions) -> dict[str, Any]:
         check_bound(report, spec)
     except AdapterError as refusal:
         error = str(refusal)
+    hint = None
+    if is_of_another_model(report):
+        hint = "Was it trained for another model?"
+    elif report.bound and excusable(report):
+        hint = "To serve the rest, leave refused tensors out by name: --skip 'REGEX'."
     return {
         "binds": error is None,
         "error": error,
+        "hint": hint,
         "model_class": type(host).__name__,
         "coverage": [
             {**c.to_dict(), "layers_text": c.layers_text, "experts_text": c.experts_text}
@@ -163,11 +170,14 @@ def _render_binding(console: Console, binding: dict[str, Any]) -> None:
     verdict = "would be refused; nothing would be loaded"
     if binding["binds"]:
         verdict = "binds without what was skipped" if report["skipped"] else "binds in full"
+    size = f" ({megabytes(report['num_bytes'])})" if report["bound"] else ""
     console.print(
         check_mark(console, binding["binds"]),
-        f"{report['bound']} of {count(report['total'], 'tensor')} can be bound "
-        f"({megabytes(report['num_bytes'])}): the adapter {verdict}.",
+        f"{report['bound']} of {count(report['total'], 'tensor')} can be bound{size}: the adapter "
+        f"{verdict}.",
     )
+    if binding["hint"]:
+        lines(console, [binding["hint"]])
 
 
 def _first(names: Sequence[str]) -> list[str]:

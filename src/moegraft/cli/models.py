@@ -123,7 +123,11 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not any(next(path.glob(pattern), None) for pattern in _TOKENIZER_FILES):
-        raise MoegraftError(f"{str(path)!r} has no tokenizer files (such as tokenizer.json).")
+        raise MoegraftError(
+            f"{str(path)!r} has no tokenizer files (such as tokenizer.json). Save the model's "
+            f"tokenizer there (tokenizer.save_pretrained({str(path)!r})), or pass token ids from "
+            "Python (graft.generate)."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError, AttributeError) as error:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 SKIP_HELP = "Leave out the tensors whose names match; may be repeated."
 ORIENTATION_HELP = "Of 3-D expert parameters, where neither shapes nor PEFT's version tell it."
-B_LAYOUT_HELP = "Order of the columns of a fused B, where the file's own marker is wrong."
+B_LAYOUT_HELP = (
+    "Order of the columns of a fused B, where the file's own marker is missing or wrong."
+)
 
 #: Text before the first "=" that can only be meant as a name; "=" in a regular expression comes
 #: behind "(?" or "(?<", and no tensor's name has one.
