@@ -62,8 +62,10 @@ class AdapterBank:
         self.dtype = dtype
         self.device = torch.device(device)
         self._may_grow = arena_bytes is None
-        self._empty = empty_row(self.layout)
-        self.table = self._empty.repeat(num_slots, 1).to(self.device)
+        # The bank outlives the inference mode that it may be made in.
+        with torch.inference_mode(False):
+            self._empty = empty_row(self.layout)
+            self.table = self._empty.repeat(num_slots, 1).to(self.device)
         self._regions: list[tuple[int, int] | None] = [None] * num_slots
         units = (arena_bytes or 0) // UNIT_BYTES
         self._free = FreeList(units)
@@ -73,7 +75,8 @@ class AdapterBank:
     def _new_arena(self, units: int) -> torch.Tensor:
         # One unit more than can be allocated, so that a window at the end stays inside.
         elements = (units + 1) * UNIT_BYTES // self.dtype.itemsize
-        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+        with torch.inference_mode(False):
+            return torch.zeros(elements, dtype=self.dtype, device=self.device)
 
     def _site_table(self, site: Site) -> SiteTable:
         records = self.layout.records(self.table, site)

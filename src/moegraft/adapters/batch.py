@@ -46,8 +46,10 @@ class RowSlots:
                     f"The forward has {rows} rows, but adapters were given for {len(self.slots)}: "
                     "each row (or group of beams) needs one adapter name or None."
                 )
-            per_row = torch.tensor(self.slots, dtype=torch.int32, device=self._device)
-            per_token = per_row.repeat_interleave(repeat * tokens_per_row)
+            # Kept for later steps, which need not be in the inference mode that this one is in.
+            with torch.inference_mode(False):
+                per_row = torch.tensor(self.slots, dtype=torch.int32, device=self._device)
+                per_token = per_row.repeat_interleave(repeat * tokens_per_row)
             live = tuple(sorted({slot for slot in self.slots if slot >= 0}))
             found = TokenSlots(per_token, live)
             while len(self._cache) >= _KEPT_SHAPES:
@@ -62,10 +64,16 @@ def normalise_rows(
     """Return one adapter name or None per row; a single name or None stands for all rows.
 
     Raises:
-        AdapterError: the number of names is not the number of rows.
+        AdapterError: no list of names, or not as many as there are rows.
     """
     if adapters is None or isinstance(adapters, str):
         return (adapters,) * num_rows
+    if not isinstance(adapters, (list, tuple)) or not all(
+        name is None or isinstance(name, str) for name in adapters
+    ):
+        raise AdapterError(
+            f"adapters={adapters!r} is no list of names: pass one name or None per row, in order."
+        )
     names = tuple(adapters)
     if len(names) != num_rows:
         raise AdapterError(

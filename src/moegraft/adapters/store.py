@@ -105,8 +105,8 @@ class AdapterStore:
         """Forget an adapter: its name at once, its memory when no running batch uses it."""
         with self._lock:
             entry = self._entry(name)
-            del self._entries[name]
             self._retire(entry)
+            del self._entries[name]
 
     def pin(self, name: str, pinned: bool = True) -> None:
         """Keep an adapter in its slot (or let it be evicted again). Takes effect at its next use.
@@ -239,7 +239,9 @@ class AdapterStore:
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
             known = ", ".join(sorted(self._entries)) or "none"
-            raise AdapterError(f"There is no adapter {name!r}; loaded: {known}.")
+            raise AdapterError(
+                f"There is no adapter {name!r}; loaded: {known}. (None is the base model.)"
+            )
         return self._entries[name]
 
     def _info(self, entry: _Entry) -> AdapterInfo:

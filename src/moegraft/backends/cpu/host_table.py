@@ -101,7 +101,8 @@ def host_table(table: SiteTable) -> HostTable:
     cached = table.host_cache.get("cpu")
     if isinstance(cached, HostTable) and cached.version == table.arena.version:
         return cached
-    decoded = _decode(table)
+    with torch.inference_mode(False):
+        decoded = _decode(table)
     table.host_cache["cpu"] = decoded
     return decoded
 

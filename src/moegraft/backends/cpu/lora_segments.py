@@ -97,7 +97,7 @@ def lora_shrink(
             values.append(values[-1])
             continue
         max_rank = max((segment.shape.rank for segment in segments), default=0)
-        value = torch.zeros(perm.num_rows, max_rank)
+        value = torch.zeros(perm.num_rows, max_rank, dtype=torch.float32)
         for segment in segments:
             inputs = perm.row_to_token[segment.rows] if per_token else segment.rows
             product = rows_f32[inputs] @ factor_a(host, table, i, segment).t()

@@ -35,6 +35,8 @@ MAX_PICKED_ROWS = 64
 #: Stacks kept per site, for different sets of live adapters; the oldest goes first.
 MAX_STACKS = 8
 
+_MISSING = object()
+
 LINEAR = (LINEAR_PROJECTION,)
 
 
@@ -62,12 +64,14 @@ class Stack:
     @cached_property
     def owner_of_rank(self) -> torch.Tensor:
         """int64 ``[L*E*R]``."""
-        return torch.arange(self.lora_a.shape[0]).repeat_interleave(self.lora_a.shape[1])
+        with torch.inference_mode(False):
+            return torch.arange(self.lora_a.shape[0]).repeat_interleave(self.lora_a.shape[1])
 
     @cached_property
     def flat_a(self) -> torch.Tensor:
         """``[in, L*E*R]``."""
-        return self.lora_a.flatten(0, 1).t().contiguous()
+        with torch.inference_mode(False):
+            return self.lora_a.flatten(0, 1).t().contiguous()
 
     @cached_property
     def flat_b(self) -> torch.Tensor:
@@ -82,11 +86,14 @@ def cached_stack(table: SiteTable, projections: tuple[str, ...], slots: TokenSlo
     """
     stacks = host_table(table).stacks
     key = (projections, slots.live)
-    if key not in stacks:
-        if len(stacks) >= MAX_STACKS:
-            stacks.pop(next(iter(stacks)))
-        stacks[key] = _build(table, projections, slots.live)
-    stack = stacks[key]
+    # Other threads may add and evict meanwhile: nothing is looked up twice.
+    stack = stacks.get(key, _MISSING)
+    if stack is _MISSING:
+        with torch.inference_mode(False):
+            stack = _build(table, projections, slots.live)
+        while len(stacks) >= MAX_STACKS:
+            stacks.pop(next(iter(list(stacks)), None), None)
+        stacks[key] = stack
     assert stack is None or isinstance(stack, Stack)
     return stack
 
@@ -101,8 +108,9 @@ def _build(table: SiteTable, projections: tuple[str, ...], live: tuple[int, ...]
     max_rank = max([1, *ranks])
     if len(live) * num_experts * max_rank * (width + columns) > MAX_STACK_ELEMENTS:
         return None
-    lora_a = torch.zeros(len(live), num_experts, max_rank, width)
-    lora_b = torch.zeros(len(live), num_experts, max_rank, columns)
+    shape = (len(live), num_experts, max_rank)
+    lora_a = torch.zeros(*shape, width, dtype=torch.float32)
+    lora_b = torch.zeros(*shape, columns, dtype=torch.float32)
     for i, (factors, own) in enumerate(zip(found, blocks, strict=True)):
         if factors is None:
             continue

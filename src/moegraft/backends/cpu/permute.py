@@ -48,4 +48,5 @@ def permute(
 
 @lru_cache(maxsize=64)
 def _arange(length: int) -> torch.Tensor:
-    return torch.arange(length)
+    with torch.inference_mode(False):
+        return torch.arange(length)

@@ -32,6 +32,8 @@ from moegraft.hosts.transformers.state import StepState
 from moegraft.layer import LinearLora, MoeLoraLayer
 
 _ATTACHED = "_moegraft_graft"
+#: Marks linears and routers that carry hooks of a graft.
+_HOOKED = "_moegraft_hooked"
 
 
 class Graft(Generation):
@@ -71,6 +73,7 @@ class Graft(Generation):
         self._state = StepState()
         self._handles: list[RemovableHandle] = []
         self._experts: list[nn.Module] = []
+        self._hooked: dict[str, nn.Module] = {}
         self.layers: dict[str, MoeLoraLayer] = {}
         self._install(backend)
 
@@ -113,10 +116,12 @@ class Graft(Generation):
 
     def unload(self, name: str) -> None:
         """Forget an adapter and free its memory; AdapterError for an unknown name."""
+        self._check_attached()
         self.store.remove(name)
 
     def pin(self, name: str, pinned: bool = True) -> None:
         """Keep an adapter resident, or let it be evicted again."""
+        self._check_attached()
         self.store.pin(name, pinned)
 
     @property
@@ -134,6 +139,9 @@ class Graft(Generation):
         if self._experts:
             self.model.set_experts_implementation(self._previous_implementation)
         self._experts.clear()
+        for module in self._hooked.values():
+            module.__dict__.pop(_HOOKED, None)
+        self._hooked.clear()
         self.layers.clear()
         self.model.__dict__.pop(_ATTACHED, None)
         for info in self.store.infos():
@@ -142,6 +150,20 @@ class Graft(Generation):
     def _check_attached(self) -> None:
         if self.model.__dict__.get(_ATTACHED) is not self:
             raise MoegraftError("This graft was detached; call moegraft.attach(model) again.")
+        for module in self._experts:
+            now = getattr(getattr(module, "config", None), "_experts_implementation", None)
+            if now != experts_host.IMPLEMENTATION:
+                raise MoegraftError(
+                    f"The model's experts implementation was changed to {now!r} after attach() (by "
+                    "hand, or through a config object that another model shares), so its experts' "
+                    "adapters would be lost: detach() and attach() again."
+                )
+        for name, module in self._hooked.items():
+            if self.model.get_submodule(name) is not module:
+                raise MoegraftError(
+                    f"{name} was replaced after attach(), so its adapters would be lost: detach() "
+                    "and attach() again."
+                )
 
     def _install(self, backend: str | None) -> None:
         # Everything that can be refused is built before the model is touched.
@@ -149,6 +171,7 @@ class Graft(Generation):
         linears: list[Callable[[], list[RemovableHandle]]] = []
         for site in self.spec.sites:
             module: Any = self.model.get_submodule(site.name)
+            _check_free(site.name, module)
             table = self.bank.site_table(site.name)
             if site.kind == "experts":
                 weights = experts_host.expert_weights(site.name, module)
@@ -156,10 +179,13 @@ class Graft(Generation):
                 continue
             lora = LinearLora(table, module.weight.dtype, module.weight.device, backend)
             linears.append(_hook_later(site.kind, site.name, module, lora, self._state))
+            self._hooked[site.name] = module
         if layers:
             self._use_experts(layers)
         for install in linears:
             self._handles += install()
+        for module in self._hooked.values():
+            module.__dict__[_HOOKED] = True
         hook = self._state.before_forward
         self._handles.append(self.model.register_forward_pre_hook(hook, with_kwargs=True))
         after = self._state.after_forward
@@ -168,12 +194,31 @@ class Graft(Generation):
 
     def _use_experts(self, layers: Sequence[tuple[str, nn.Module, MoeLoraLayer]]) -> None:
         experts_host.register()
-        self._previous_implementation = self.model.get_experts_implementation()
+        previous = self.model.get_experts_implementation()
+        if experts_host.IMPLEMENTATION in previous.values():
+            raise UnsupportedError(
+                "This model shares its config object with a model that is attached already; give "
+                "it one of its own: build it from copy.deepcopy(config)."
+            )
+        self._previous_implementation = previous
         self.model.set_experts_implementation(experts_host.IMPLEMENTATION)
         for name, module, layer in layers:
             experts_host.set_graft(module, experts_host.ExpertsGraft(layer, self._state))
             self._experts.append(module)
             self.layers[name] = layer
+
+
+def _check_free(path: str, module: nn.Module) -> None:
+    """Raise :class:`UnsupportedError` when a module can't take a graft now."""
+    if experts_host.is_attached(module) or _HOOKED in module.__dict__:
+        raise UnsupportedError(
+            f"{path} belongs to a model that is attached already; detach that one first."
+        )
+    if hasattr(module, "parametrizations") or type(module).__module__.startswith("peft."):
+        raise UnsupportedError(
+            f"{path} is wrapped ({type(module).__name__}), by PEFT as a rule: attach to the plain "
+            "model (peft_model.unload()) and load the adapter with graft.load()."
+        )
 
 
 def _hook_later(
@@ -216,6 +261,12 @@ def attach(
         raise UnsupportedError(
             f"{type(model).__name__} has no experts interface; attach() takes a transformers "
             "PreTrainedModel (transformers >= 5.17)."
+        )
+    wrapped = next((m for m in model.modules() if type(m).__module__.startswith("peft.")), None)
+    if wrapped is not None:
+        raise UnsupportedError(
+            f"The model carries PEFT layers ({type(wrapped).__name__}): attach to the plain model "
+            "(peft_model.unload()) and load the adapter with graft.load()."
         )
     if _ATTACHED in model.__dict__:
         raise UnsupportedError(

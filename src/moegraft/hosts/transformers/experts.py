@@ -31,6 +31,18 @@ class ExpertsGraft:
     def __init__(self, layer: MoeLoraLayer, state: StepState) -> None:
         self.layer = layer
         self.state = state
+        self._wrapped = (layer.weights.gate_up, layer.weights.down)
+
+    def check_weights(self, module: Any) -> None:
+        """Raise :class:`MoegraftError` when the module holds other weights than were wrapped."""
+        gate_up = module.gate_up_proj if module.has_gate else module.up_proj
+        for now, wrapped in zip((gate_up, module.down_proj), self._wrapped, strict=True):
+            if now.data_ptr() != wrapped.data_ptr() or now.dtype != wrapped.dtype:
+                raise MoegraftError(
+                    f"The weights of a {type(module).__name__} were replaced after attach() "
+                    "(moved, cast, reloaded or wrapped by PEFT): detach() and attach() again. "
+                    "Loading a state dict in place (without assign=True) needs neither."
+                )
 
     def __call__(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -60,8 +72,10 @@ def experts_forward(
     if graft is None:
         raise MoegraftError(
             f"A model runs experts_implementation={IMPLEMENTATION!r} but its "
-            f"{type(module).__name__} is not attached: call moegraft.attach(model)."
+            f"{type(module).__name__} is not attached: call moegraft.attach(model). A model that "
+            "shares its config object with an attached one needs a config of its own."
         )
+    graft.check_weights(module)
     output: torch.Tensor = graft(hidden_states, top_k_index, top_k_weights)
     return output
 
@@ -71,6 +85,11 @@ def register() -> None:
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(IMPLEMENTATION, experts_forward)
+
+
+def is_attached(module: nn.Module) -> bool:
+    """True when an experts module carries a graft."""
+    return _GRAFT in module.__dict__
 
 
 def set_graft(module: nn.Module, graft: ExpertsGraft | None) -> None:
@@ -121,7 +140,8 @@ def find_activation(module: Any, layout: WeightLayout) -> Activation:
     width = 16
     generator = torch.Generator().manual_seed(0)
     # Wide enough to reach the clamps of gpt_oss-like activations.
-    probe = torch.randn(64, width * (2 if layout.gated else 1), generator=generator) * 8
+    columns = width * (2 if layout.gated else 1)
+    probe = torch.randn(64, columns, generator=generator, dtype=torch.float32) * 8
     function = module._apply_gate if layout.gated else module.act_fn
     device = module.down_proj.device
     with torch.no_grad():

@@ -51,16 +51,14 @@ class Generation:
         """Within the block, every forward of the model uses these adapters for its rows.
 
         The adapters are held in their slots until the block ends. Applies to this thread only.
+        Call the attached model itself: a part of it, called alone, raises.
         """
         self._check_attached()
         names = normalise_rows(adapters, num_rows)
         with self.store.use(names) as slot_of:
             device = next(self.model.parameters()).device
-            token = self._state.rows.set(RowSlots(slots_of(names, slot_of), device))
-            try:
+            with self._state.use_rows(RowSlots(slots_of(names, slot_of), device)):
                 yield
-            finally:
-                self._state.rows.reset(token)
 
     def _check_attached(self) -> None:
         raise NotImplementedError
@@ -69,7 +67,17 @@ class Generation:
 def _num_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     for name in ("input_ids", "inputs", "inputs_embeds"):
         if kwargs.get(name) is not None:
-            return int(kwargs[name].shape[0])
+            return _first_size(kwargs[name], name)
     if args and args[0] is not None:
-        return int(args[0].shape[0])
+        return _first_size(args[0], "the first argument")
     raise AdapterError("Pass input_ids (or inputs_embeds): the rows that adapters are for.")
+
+
+def _first_size(inputs: Any, name: str) -> int:
+    if not isinstance(inputs, torch.Tensor) or inputs.dim() < 2 or not inputs.shape[0]:
+        found = tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
+        raise AdapterError(
+            f"{name} must be a tensor [rows, tokens] (or [rows, tokens, hidden]) with at least one "
+            f"row, got {found}."
+        )
+    return int(inputs.shape[0])

@@ -60,12 +60,13 @@ def hook_router(
     running = threading.local()
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        running.mode = None  # one that an interrupt left behind was ended with its rows
         slots = state.current
         if slots is not None and slots.live and lora.has_delta(slots):
             weight = module.weight
             assert isinstance(weight, torch.Tensor)
             mode = _AddDelta(weight.shape, lora, slots)
-            mode.__enter__()
+            state.enter_mode(mode)
             running.mode = mode
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -73,7 +74,7 @@ def hook_router(
         if mode is None:
             return
         running.mode = None
-        mode.__exit__(None, None, None)
+        state.leave_mode()
         if mode.calls != 1 and output is not None:
             raise UnsupportedError(
                 f"{path} ({type(module).__name__}) multiplies by its weight {mode.calls} times per "
