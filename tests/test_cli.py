@@ -242,6 +242,26 @@ def test_inspect_missing_paths(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "no_such_model" in run_error(capsys, "inspect", adapter, "--model", tmp_path)
 
 
+def test_inspect_names_the_adapters_inside_a_folder(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    message = run_error(capsys, "inspect", PEFT / "gpt_oss")
+    assert "adapters inside" in message and str(PEFT / "gpt_oss" / "experts") in message
+
+
+def test_inspect_lists_projections_in_order_and_marks_routers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    router = ("inspect", PEFT / "qwen3_moe" / "router", "--model", MODELS / "qwen3_moe")
+    _, document = run_json(capsys, *router)
+    places = [c["place"].split(".")[-1] for c in document["binding"]["coverage"]]
+    assert places == ["experts gate", "experts up", "experts down", "gate (router)"]
+    per_expert = ("inspect", PER_EXPERT / "qwen3_moe" / "plain", "--model", MODELS / "qwen3_moe")
+    _, document = run_json(capsys, *per_expert)
+    places = [c["place"].split(".")[-1] for c in document["binding"]["coverage"]]
+    assert [p for p in places if "experts" in p] == ["experts gate", "experts up", "experts down"]
+
+
 def test_inspect_refuses_pickle(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").write_bytes(b"\x80\x04.")
     assert "pickle" in run_error(capsys, "inspect", tmp_path)

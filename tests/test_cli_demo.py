@@ -204,7 +204,7 @@ def test_find_demo(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     files = find_demo()
     assert list(files.adapters) == list(ADAPTERS) and len(files.prompts) == 4
     assert files.model == Path("demo/model")
-    with pytest.raises(MoegraftError, match=r"adapters that are not there"):
+    with pytest.raises(MoegraftError, match=r"that are not there: [^\[]*sql\. --adapters"):
         find_demo(folder / "model", tmp_path)
 
 
@@ -215,6 +215,15 @@ def test_missing_demo_files(
     monkeypatch.setattr("moegraft.demo.files.__file__", str(tmp_path / "a" / "b" / "c" / "d.py"))
     assert main(["demo", "--json"]) == 2
     assert "clone" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_a_missing_model_is_said_before_loading(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = ["--model", str(folder / "none"), "--adapters", str(folder / "adapters")]
+    assert main(["demo", *paths]) == 2
+    message = capsys.readouterr().err
+    assert "no model folder" in message and "Loading" not in message
 
 
 @pytest.mark.parametrize("content", ["[", "[]", '[{"adapter": null}]'])

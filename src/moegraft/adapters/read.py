@@ -53,6 +53,12 @@ def read_adapter(path: str | Path) -> AdapterSource:
         for name in _PICKLES:
             if path.is_dir() and (path / name).is_file():
                 raise _pickle_error(path / name)
+        inside = _adapters_inside(path)
+        if inside:
+            raise AdapterError(
+                f"{str(path)!r} is no adapter folder itself: it has no {WEIGHTS_FILE}. There are "
+                f"adapters inside; give one of them: {shorten(inside)}."
+            )
         raise AdapterError(
             f"There is no adapter at {str(path)!r}: expected a folder with {WEIGHTS_FILE} and "
             f"{CONFIG_FILE}. moegraft never downloads; fetch the adapter first."
@@ -90,6 +96,13 @@ def make_source(
     # A trainer's live parameters carry gradients; what is served must not.
     tensors = {key: tensor.detach() for key, tensor in tensors.items()}
     return AdapterSource(tensors, keys, AdapterConfig.parse(config or {}), origin)
+
+
+def _adapters_inside(path: Path) -> list[str]:
+    """Return the direct subfolders that hold an adapter."""
+    if not path.is_dir():
+        return []
+    return sorted(str(child.parent) for child in path.glob(f"*/{WEIGHTS_FILE}"))
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:

@@ -17,7 +17,8 @@ class Coverage:
     """One projection of one kind of place, over all layers.
 
     Attributes:
-        place: dotted path with ``*`` for the layer number, and the projection of experts.
+        place: dotted path with ``*`` for the layer number, and the projection of experts or
+            ``(router)``.
         layers, total_layers: sites with a delta, and sites of the model.
         experts: fewest and most experts with a delta over those sites; (1, 1) for linears.
         total_experts: experts per site; 1 for linears.
@@ -55,15 +56,21 @@ class Coverage:
 def coverage(report: BindReport, spec: ModelSpec) -> list[Coverage]:
     """Return the coverage of every projection that has a delta somewhere, in model order."""
     totals: dict[str, int] = {}
+    found: dict[tuple[str, str], list[tuple[ProjectionReport, int]]] = {}
     for site in spec.sites:
         place = _general(site.name)
         totals[place] = totals.get(place, 0) + 1
-    found: dict[tuple[str, str], list[tuple[ProjectionReport, int]]] = {}
+        for projection in site.projections:
+            found.setdefault((place, projection.name), [])
+    routers = {_general(site.name) for site in spec.sites if site.kind == "router"}
     for bound in report.sites:
-        for name, projection in bound.projections.items():
-            key = (_general(bound.site), name)
-            found.setdefault(key, []).append((projection, bound.num_experts))
-    return [_cover(place, name, entries, totals) for (place, name), entries in found.items()]
+        for name, reported in bound.projections.items():
+            found[_general(bound.site), name].append((reported, bound.num_experts))
+    return [
+        _cover(place, "router" if place in routers else name, entries, totals)
+        for (place, name), entries in found.items()
+        if entries
+    ]
 
 
 def _cover(
@@ -79,8 +86,9 @@ def _cover(
         for letter, attribute in (("A", "shared_a"), ("B", "shared_b"))
         if all(getattr(p, attribute) for p in projections)
     ]
+    behind = {"linear": "", "router": " (router)"}
     return Coverage(
-        place=place if name == "linear" else f"{place} {name}",
+        place=place + behind.get(name, f" {name}"),
         layers=len(entries),
         total_layers=totals[place],
         experts=(min(counts), max(counts)),

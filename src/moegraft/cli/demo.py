@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moegraft.cli import demo_view as view
-from moegraft.cli.models import load_model, load_tokenizer, quiet_libraries, require
+from moegraft.cli.models import (
+    check_model_folder,
+    load_model,
+    load_tokenizer,
+    quiet_libraries,
+    require,
+)
 from moegraft.cli.output import Outcome, stdout_console, step, visible
 
 if TYPE_CHECKING:
@@ -45,6 +51,7 @@ def demo(
 
     require("transformers", *(["peft"] if check else []))
     files = find_demo(model, adapters)
+    check_model_folder(files.model)
     start = time.perf_counter()
     with quiet_libraries():
         run = _Run(files, max_new_tokens, check, as_json)

@@ -56,7 +56,10 @@ def find_demo(model: Path | None = None, adapters: Path | None = None) -> DemoFi
     folders = {name: folder / name for name in names}
     missing = [str(path) for path in folders.values() if not path.is_dir()]
     if missing:
-        raise MoegraftError(f"The demo's prompts use adapters that are not there: {missing}.")
+        raise MoegraftError(
+            f"The demo's prompts use adapters that are not there: {', '.join(missing)}. --adapters "
+            f"takes a folder with one folder for each of {', '.join(names)}."
+        )
     return DemoFiles(model or root / "model", folders, prompts, heldout)
 
 
