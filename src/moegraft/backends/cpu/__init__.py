@@ -1,4 +1,4 @@
-"""The CPU backend: vectorised torch, fp32 sums, work only for touched experts and live factors."""
+"""The CPU backend: vectorised torch, fp32 sums, work only for the experts that a batch touches."""
 
 from __future__ import annotations
 
