@@ -120,6 +120,19 @@ def test_one_token_and_several_blocks_per_expert_match_the_reference(num_tokens:
     check(case)
 
 
+def test_rank_vectors_stay_inside_a_buffer_of_any_width() -> None:
+    layout = WeightLayout()
+    case = layer_case(
+        6,
+        adapters(layout)[:2],
+        [0, 1, -1],
+        num_experts=EXPERTS,
+        hidden=HIDDEN,
+        intermediate=INTERMEDIATE,
+    )
+    assert torch.equal(run(case, max_rank=20), run(case, max_rank=64))
+
+
 def test_half_precision_matches_the_reference() -> None:
     layout = WeightLayout()
     case = layer_case(

@@ -82,7 +82,8 @@ def lora_shrink_kernel(
         x_ptrs += BLOCK_K
         a_ptrs += BLOCK_K
     out_ptrs = rank_ptr + rows[:, None] * (SIDES * RANK_STRIDE) + r[None, :]
-    tl.store(out_ptrs + side * RANK_STRIDE, acc, mask=row_mask[:, None])
+    mask = row_mask[:, None] & (r < RANK_STRIDE)[None, :]
+    tl.store(out_ptrs + side * RANK_STRIDE, acc, mask=mask)
     if SIDES == 2:
         if shared != 0:
-            tl.store(out_ptrs, acc, mask=row_mask[:, None])
+            tl.store(out_ptrs, acc, mask=mask)
