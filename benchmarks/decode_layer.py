@@ -35,9 +35,16 @@ from moegraft.types import ExpertWeights, SiteFactors
 
 #: name -> E, H, I, K
 MODELS = {"q30": (128, 2048, 768, 8), "q35": (256, 2048, 512, 8)}
-CONFIGS = (
-    FusedConfig(16, GemmConfig(64, 128, 4, 3), GemmConfig(128, 64, 4, 4), pdl=True),
-    FusedConfig(16, GemmConfig(32, 128, 4, 4), GemmConfig(64, 64, 4, 4), pdl=True),
+GEMMS = (GemmConfig(64, 128, 4, 3), GemmConfig(128, 64, 4, 4))
+#: The best tiles so far, with shrinks that differ in rank rows, K step, warps and stages.
+CONFIGS = tuple(
+    FusedConfig(16, *GEMMS, shrink, pdl=True)
+    for shrink in (
+        GemmConfig(16, 128, 4, 4),
+        GemmConfig(32, 128, 4, 4),
+        GemmConfig(16, 128, 1, 4),
+        GemmConfig(16, 64, 2, 8),
+    )
 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moegraft.backends.triton.lora import add_segment
+from moegraft.backends.triton.lora import add_deltas
 from moegraft.backends.triton.sync import launch_next, launch_wait
 
 
@@ -96,14 +96,10 @@ def down_expand_kernel(
 
     if LORA:
         launch_wait(PDL)
-        first = 0
-        while first < num_rows:
-            end = tl.load(desc32_ptr + (first_row + first) * 16)
-            y = add_segment(
-                y, rank_ptr, RANK_STRIDE, first_row, first, end, arena_ptr, desc64_ptr, desc32_ptr,
-                2, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
-            )  # fmt: skip
-            first = end
+        y = add_deltas(
+            y, rank_ptr, RANK_STRIDE, first_row, num_rows, arena_ptr, desc64_ptr, desc32_ptr, 2,
+            columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
+        )  # fmt: skip
 
     y_ptrs = y_ptr + pairs[:, None] * hidden + columns[None, :]
     out = (y * weight[:, None]).to(y_ptr.dtype.element_ty)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moegraft.backends.triton.activation import gated, pointwise
-from moegraft.backends.triton.lora import add_gate_up, add_segment
+from moegraft.backends.triton.lora import add_deltas, add_gate_up_deltas
 from moegraft.backends.triton.sync import launch_next, launch_wait
 
 
@@ -118,20 +118,16 @@ def gate_up_activation_kernel(
 
     if LORA:
         launch_wait(PDL)
-        first = 0
-        while first < num_rows:
-            end = tl.load(desc32_ptr + (first_row + first) * 16)
-            if GATED:
-                gate, up = add_gate_up(
-                    gate, up, rank_ptr, RANK_STRIDE, first_row, first, end, arena_ptr, desc64_ptr,
-                    desc32_ptr, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
-                )  # fmt: skip
-            else:
-                up = add_segment(
-                    up, rank_ptr, RANK_STRIDE, first_row, first, end, arena_ptr, desc64_ptr,
-                    desc32_ptr, 1, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
-                )  # fmt: skip
-            first = end
+        if GATED:
+            gate, up = add_gate_up_deltas(
+                gate, up, rank_ptr, RANK_STRIDE, first_row, num_rows, arena_ptr, desc64_ptr,
+                desc32_ptr, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
+            )  # fmt: skip
+        else:
+            up = add_deltas(
+                up, rank_ptr, RANK_STRIDE, first_row, num_rows, arena_ptr, desc64_ptr, desc32_ptr,
+                1, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
+            )  # fmt: skip
 
     if GATED:
         h = gated(gate, up, KIND, ALPHA, HAS_LIMIT, LIMIT, UP_SHIFT)

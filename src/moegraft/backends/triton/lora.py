@@ -11,20 +11,22 @@ import triton.language as tl
 
 @triton.jit
 def _load_segment(
-    rank_ptr, rank_stride, first_row, first, end, arena_ptr, desc64_ptr, desc32_ptr,
+    rank_ptr, rank_stride, first_row, first, end, exists, arena_ptr, desc64_ptr, desc32_ptr,
     P: tl.constexpr, r0, columns, column_mask, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Load S ``[BLOCK_M, BLOCK_R]``, B ``[BLOCK_R, BLOCK_N]``, scale and live rank of a segment.
 
     P is 0 for gate, 1 for up, 2 for down; row r of the rank vectors is at ``rank_ptr + r *
-    rank_stride``, fp32. Rows outside [first, end) and ranks past the live one are 0 and not read.
+    rank_stride``, fp32. Rows outside [first, end) and ranks past the live one are 0 and not read;
+    nothing is read unless the segment ``exists``.
     """
-    head = first_row + first
-    rank = tl.load(desc32_ptr + head * 16 + 1 + P)
-    scale = tl.load(desc32_ptr + head * 16 + 4 + P).to(tl.float32, bitcast=True)
-    b_stride = tl.multiple_of(tl.load(desc32_ptr + head * 16 + 10 + P), UNIT)
-    b_ptr = arena_ptr + tl.multiple_of(tl.load(desc64_ptr + head * 8 + 3 + P), UNIT)
+    word = desc32_ptr + (first_row + first) * 16 + P
+    offset_ptr = desc64_ptr + (first_row + first) * 8 + 3 + P
+    rank = tl.load(word + 1, mask=exists, other=0)
+    scale = tl.load(word + 4, mask=exists, other=0).to(tl.float32, bitcast=True)
+    b_stride = tl.multiple_of(tl.load(word + 10, mask=exists, other=0), UNIT)
+    b_ptr = arena_ptr + tl.multiple_of(tl.load(offset_ptr, mask=exists, other=0), UNIT)
     m = tl.arange(0, BLOCK_M)
     in_segment = (m >= first) & (m < end)
     r = r0 + tl.arange(0, BLOCK_R)
@@ -61,51 +63,81 @@ def _add(acc, s, b, scale, first, end, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def add_segment(
-    acc, rank_ptr, rank_stride, first_row, first, end, arena_ptr, desc64_ptr, desc32_ptr,
+def add_deltas(
+    acc, rank_ptr, rank_stride, first_row, num_rows, arena_ptr, desc64_ptr, desc32_ptr,
     P: tl.constexpr, columns, column_mask, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Return ``acc`` with the delta of one projection of one segment added to its rows."""
+    """Return ``acc`` with the deltas of one projection added for all segments of a block.
+
+    What the next turn needs is loaded before this turn's products, so that its latency is hidden.
+    """
+    first = 0
     r0 = 0
-    more = True
-    while more:
-        s, b, scale, rank = _load_segment(
-            rank_ptr, rank_stride, first_row, first, end, arena_ptr, desc64_ptr, desc32_ptr, P, r0,
-            columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
+    end = tl.load(desc32_ptr + first_row * 16)
+    s, b, scale, rank = _load_segment(
+        rank_ptr, rank_stride, first_row, first, end, True, arena_ptr, desc64_ptr, desc32_ptr, P,
+        r0, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
+    )  # fmt: skip
+    while first < num_rows:
+        stay = r0 + BLOCK_R < rank
+        next_first = tl.where(stay, first, end)
+        next_r0 = tl.where(stay, r0 + BLOCK_R, 0)
+        exists = next_first < num_rows
+        next_end = tl.load(desc32_ptr + (first_row + next_first) * 16, mask=exists, other=0)
+        next_s, next_b, next_scale, next_rank = _load_segment(
+            rank_ptr, rank_stride, first_row, next_first, next_end, exists, arena_ptr, desc64_ptr,
+            desc32_ptr, P, next_r0, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
         )  # fmt: skip
         if rank > r0:
             acc = _add(acc, s, b, scale, first, end, BLOCK_M)
-        r0 += BLOCK_R
-        more = r0 < rank
+        first, end, r0 = next_first, next_end, next_r0
+        s, b, scale, rank = next_s, next_b, next_scale, next_rank
     return acc
 
 
 @triton.jit
-def add_gate_up(
-    gate, up, rank_ptr, rank_stride, first_row, first, end, arena_ptr, desc64_ptr, desc32_ptr,
+def add_gate_up_deltas(
+    gate, up, rank_ptr, rank_stride, first_row, num_rows, arena_ptr, desc64_ptr, desc32_ptr,
     columns, column_mask, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Return gate and up with one segment's deltas added; the loads of both are in flight together.
+    """Return gate and up with the deltas of all segments added; as :func:`add_deltas`, together.
 
     The rank vectors of gate lie at ``rank_ptr``, those of up ``rank_stride`` behind.
     """
+    first = 0
     r0 = 0
-    more = True
-    while more:
-        gate_s, gate_b, gate_scale, gate_rank = _load_segment(
-            rank_ptr, 2 * rank_stride, first_row, first, end, arena_ptr, desc64_ptr, desc32_ptr, 0,
-            r0, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
+    end = tl.load(desc32_ptr + first_row * 16)
+    gate_s, gate_b, gate_scale, gate_rank = _load_segment(
+        rank_ptr, 2 * rank_stride, first_row, first, end, True, arena_ptr, desc64_ptr, desc32_ptr,
+        0, r0, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
+    )  # fmt: skip
+    up_s, up_b, up_scale, up_rank = _load_segment(
+        rank_ptr + rank_stride, 2 * rank_stride, first_row, first, end, True, arena_ptr,
+        desc64_ptr, desc32_ptr, 1, r0, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
+    )  # fmt: skip
+    while first < num_rows:
+        stay = r0 + BLOCK_R < tl.maximum(gate_rank, up_rank)
+        next_first = tl.where(stay, first, end)
+        next_r0 = tl.where(stay, r0 + BLOCK_R, 0)
+        exists = next_first < num_rows
+        next_end = tl.load(desc32_ptr + (first_row + next_first) * 16, mask=exists, other=0)
+        next_gate_s, next_gate_b, next_gate_scale, next_gate_rank = _load_segment(
+            rank_ptr, 2 * rank_stride, first_row, next_first, next_end, exists, arena_ptr,
+            desc64_ptr, desc32_ptr, 0, next_r0, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
         )  # fmt: skip
-        up_s, up_b, up_scale, up_rank = _load_segment(
-            rank_ptr + rank_stride, 2 * rank_stride, first_row, first, end, arena_ptr, desc64_ptr,
-            desc32_ptr, 1, r0, columns, column_mask, UNIT, BLOCK_M, BLOCK_R,
+        next_up_s, next_up_b, next_up_scale, next_up_rank = _load_segment(
+            rank_ptr + rank_stride, 2 * rank_stride, first_row, next_first, next_end, exists,
+            arena_ptr, desc64_ptr, desc32_ptr, 1, next_r0, columns, column_mask, UNIT, BLOCK_M,
+            BLOCK_R,
         )  # fmt: skip
-        rank = tl.maximum(gate_rank, up_rank)
         if gate_rank > r0:
             gate = _add(gate, gate_s, gate_b, gate_scale, first, end, BLOCK_M)
         if up_rank > r0:
             up = _add(up, up_s, up_b, up_scale, first, end, BLOCK_M)
-        r0 += BLOCK_R
-        more = r0 < rank
+        first, end, r0 = next_first, next_end, next_r0
+        gate_s, gate_b, gate_scale, gate_rank = (
+            next_gate_s, next_gate_b, next_gate_scale, next_gate_rank,
+        )  # fmt: skip
+        up_s, up_b, up_scale, up_rank = next_up_s, next_up_b, next_up_scale, next_up_rank
     return gate, up
