@@ -9,7 +9,10 @@ segment the table is looked up here, once per layer, into a descriptor at that r
 
 =============  =====================================================================
 ``desc64[r]``  int64 x 8: element offsets of A gate, up, down; B gate, up, down
-``desc32[r]``  int32 x 16, see the words below; word 0 is written for every row
+``desc32[r]``  int32 x 16. 0: the row behind the segment's last; 0 = not a segment's
+               first row; written for every row. 1, 2, 3: live ranks of gate, up, down.
+               4, 5, 6: scales (fp32 bits). 7, 8, 9: row strides of A. 10, 11, 12: of B.
+               15: 1 if gate and up share their A
 =============  =====================================================================
 
 Block numbers: with few pairs they are dense. With many, expert e's blocks start at
@@ -23,10 +26,6 @@ import triton
 import triton.language as tl
 
 from moegraft.backends.triton.sync import launch_next, launch_wait
-
-#: Words of ``desc32``: row behind the segment's last (0 = not a segment's first row), live ranks,
-#: scales (fp32 bits), row strides of A and B, and whether gate and up share their A.
-END, RANK, SCALE, A_STRIDE, B_STRIDE, SHARED_A = 0, 1, 4, 7, 10, 15
 
 
 @triton.jit
