@@ -18,22 +18,12 @@ from moegraft.adapters import (
     bind,
     check_bound,
     make_source,
-    read_adapter,
 )
 from moegraft.hosts.transformers import model_spec
 from moegraft.testing import assert_bit_equal, relative_error
+from tiny import EXPERTS, MAGNITUDE, bound_case
 
 TOLERANCE = 1e-5
-EXPERTS = "peft/0.21.2/qwen3_moe/experts"
-MAGNITUDE = "base_model.model.model.layers.0.mlp.experts.lora_magnitude_vector"
-
-
-def bound_case(case: str, options: ReadOptions | None = None) -> BoundAdapter:
-    """A case bound to its own model; an error when any tensor is left."""
-    spec = tiny.spec_of(tiny.model_of(case))
-    bound = bind(read_adapter(tiny.folder(case)), spec, options)
-    check_bound(bound.report, spec)
-    return bound
 
 
 def bound_tensors(

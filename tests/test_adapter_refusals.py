@@ -9,7 +9,6 @@ import torch
 
 import tiny
 from moegraft.adapters import (
-    BoundAdapter,
     ReadOptions,
     bind,
     check_bound,
@@ -17,18 +16,9 @@ from moegraft.adapters import (
     read_adapter,
 )
 from moegraft.errors import AdapterError
+from tiny import EXPERTS, MAGNITUDE, bound_case
 
-EXPERTS = "peft/0.21.2/qwen3_moe/experts"
 DORA = "peft/0.21.2/qwen3_moe/dora_attention"
-MAGNITUDE = "base_model.model.model.layers.0.mlp.experts.lora_magnitude_vector"
-
-
-def bound_case(case: str, options: ReadOptions | None = None) -> BoundAdapter:
-    """A case bound to its own model; an error when any tensor is left."""
-    spec = tiny.spec_of(tiny.model_of(case))
-    bound = bind(read_adapter(tiny.folder(case)), spec, options)
-    check_bound(bound.report, spec)
-    return bound
 
 
 @pytest.mark.parametrize(

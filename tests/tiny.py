@@ -12,7 +12,14 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from moegraft.adapters import BoundAdapter, ModelSpec
+from moegraft.adapters import (
+    BoundAdapter,
+    ModelSpec,
+    ReadOptions,
+    bind,
+    check_bound,
+    read_adapter,
+)
 from moegraft.hosts.transformers import model_spec
 from moegraft.sites import Site
 from moegraft.testing import assert_bit_equal
@@ -33,6 +40,9 @@ ALL_CASES = tuple(
     sorted(str(p.parent.relative_to(FIXTURES)) for p in FIXTURES.rglob("oracle.safetensors"))
 )
 SERVED_CASES = tuple(case for case in ALL_CASES if case not in REFUSED_CASES)
+#: The plainest case, and a DoRA magnitude that PEFT would not write for its experts.
+EXPERTS = "peft/0.21.2/qwen3_moe/experts"
+MAGNITUDE = "base_model.model.model.layers.0.mlp.experts.lora_magnitude_vector"
 _INPUTS = ("input_ids", "attention_mask", "logits")
 
 
@@ -86,6 +96,14 @@ def config_of(case: str, **changes: Any) -> dict[str, Any]:
 def oracle_of(case: str) -> dict[str, torch.Tensor]:
     """The inputs, logits and merged parameters of a case."""
     return load_file(folder(case) / "oracle.safetensors")
+
+
+def bound_case(case: str, options: ReadOptions | None = None) -> BoundAdapter:
+    """A case bound to its own model; an error when any tensor is left."""
+    spec = spec_of(model_of(case))
+    bound = bind(read_adapter(folder(case)), spec, options)
+    check_bound(bound.report, spec)
+    return bound
 
 
 def merged_parameters(case: str) -> dict[str, torch.Tensor]:

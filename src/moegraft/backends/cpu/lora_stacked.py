@@ -103,7 +103,7 @@ def _build(table: SiteTable, projections: tuple[str, ...], live: tuple[int, ...]
     out = site.projection(projections[-1]).out_features
     columns, width = out * len(projections), site.projection(projections[-1]).in_features
     found = [table.factors(slot) for slot in live]
-    blocks = [_blocks(factors, projections) for factors in found]
+    blocks = [[] if factors is None else _blocks(factors, projections) for factors in found]
     ranks = [sum(block[0][1] for block in own) for own in blocks]
     max_rank = max([1, *ranks])
     if len(live) * num_experts * max_rank * (width + columns) > MAX_STACK_ELEMENTS:
@@ -147,14 +147,12 @@ def _of_experts(
     return matrix[experts if entries is None else entries[experts].long()]
 
 
-def _blocks(
-    factors: SiteFactors | None, projections: tuple[str, ...]
-) -> list[list[tuple[str, int]]]:
+def _blocks(factors: SiteFactors, projections: tuple[str, ...]) -> list[list[tuple[str, int]]]:
     """Split one adapter's projections into runs (name, rank) that share their A."""
     found: list[list[tuple[str, int]]] = []
-    for name in projections if factors is not None else ():
-        factor = factors.projections.get(name) if factors is not None else None
-        if factors is None or factor is None:
+    for name in projections:
+        factor = factors.projections.get(name)
+        if factor is None:
             continue
         if found and factors.projections[found[-1][0][0]].lora_A is factor.lora_A:
             found[-1].append((name, factor.rank))

@@ -152,12 +152,8 @@ def run_gate_up(
     """Launch gate_up_activation; a table means: with the rank vectors that the shrink left."""
     tile, layout = config.gate_up, weights.layout
     inter, hidden = weights.intermediate, weights.hidden
-    gate, up = (0, inter) if layout.gate_up_order == "gate_first" else (inter, 0)
-    step = 1
-    if layout.gate_up_order == "interleaved":
-        gate, up, step = 0, 1, 2
-    elif layout.gate_up_order == "no_gate":
-        gate = up = 0
+    up = layout.columns("up", inter)
+    gate = layout.columns("gate", inter) if layout.gated else up
     w = weights.gate_up_oi
     tiles = triton.cdiv(inter, tile.block_n)
     act = weights.activation
@@ -167,8 +163,8 @@ def run_gate_up(
         ws.row_pair, ws.block_info,
         hidden, inter, x.stride(0), w.stride(0), w.stride(1), w.stride(2),
         0 if weights.gate_up_bias is None else weights.gate_up_bias.stride(0), tiles,
-        TOP_K=top_k, GATE_START=gate, UP_START=up, COLUMN_STEP=step, GATED=layout.gated,
-        HAS_BIAS=weights.gate_up_bias is not None, KIND=act.kind, ALPHA=act.alpha,
+        TOP_K=top_k, GATE_START=gate.start, UP_START=up.start, COLUMN_STEP=up.step or 1,
+        GATED=layout.gated, HAS_BIAS=weights.gate_up_bias is not None, KIND=act.kind, ALPHA=act.alpha,
         HAS_LIMIT=act.limit is not None, LIMIT=act.limit or 0.0, UP_SHIFT=act.up_shift,
         LORA=table is not None, RANK_STRIDE=ws.ranks_gate_up.shape[-1], UNIT=_unit(weights),
         EVEN_K=hidden % tile.block_k == 0, EVEN_N=inter % tile.block_n == 0,

@@ -214,10 +214,10 @@ def _check_free(path: str, module: nn.Module) -> None:
         raise UnsupportedError(
             f"{path} belongs to a model that is attached already; detach that one first."
         )
-    if hasattr(module, "parametrizations") or type(module).__module__.startswith("peft."):
+    if hasattr(module, "parametrizations"):
         raise UnsupportedError(
-            f"{path} is wrapped ({type(module).__name__}), by PEFT as a rule: attach to the plain "
-            "model (peft_model.unload()) and load the adapter with graft.load()."
+            f"{path} has parametrised weights ({type(module).__name__}), which can't be served in "
+            "place: torch.nn.utils.parametrize.remove_parametrizations() first."
         )
 
 
