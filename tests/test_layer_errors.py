@@ -10,7 +10,8 @@ import torch
 from moegraft.errors import AdapterError, MoegraftError, UnsupportedError
 from moegraft.factor_table import site_table
 from moegraft.factors import TableLayout, pack_adapter
-from moegraft.layer import LinearLora, MoeLoraLayer
+from moegraft.layer import MoeLoraLayer
+from moegraft.linear import LinearLora
 from moegraft.sites import expert_site, linear_site
 from moegraft.testing import LAYOUTS, layer_case, random_factors, random_weights
 from moegraft.types import (

@@ -7,7 +7,7 @@ import torch
 
 from cpu_layer import DTYPES
 from moegraft.factor_table import site_table
-from moegraft.layer import LinearLora
+from moegraft.linear import LinearLora
 from moegraft.reference import linear_lora_reference
 from moegraft.sites import linear_site
 from moegraft.testing import assert_bit_equal, assert_close, random_activations, random_factors

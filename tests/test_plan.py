@@ -14,7 +14,8 @@ from moegraft.backends import BACKENDS
 from moegraft.env import configure_logging, forced_backend, log_level
 from moegraft.errors import MoegraftError, PlanError
 from moegraft.factor_table import site_table
-from moegraft.layer import MAX_PLANS, LinearLora, MoeLoraLayer
+from moegraft.layer import MAX_PLANS, MoeLoraLayer
+from moegraft.linear import LinearLora
 from moegraft.plan import make_plan
 from moegraft.problem import Problem
 from moegraft.sites import linear_site

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moegraft.errors import MoegraftError
 from moegraft.factors import (
     A_OFFSET,
     B_OFFSET,
@@ -21,7 +22,7 @@ from moegraft.factors import (
     pack_adapter,
 )
 from moegraft.sites import Site
-from moegraft.types import LoraFactor, SiteFactors
+from moegraft.types import LoraFactor, SiteFactors, TokenSlots
 
 
 @dataclass
@@ -71,6 +72,14 @@ class SiteTable:
     def scales(self) -> torch.Tensor:
         """fp32 ``[S, projections]``; meaningful where the rank is above 0."""
         return self.records.view(torch.float32)[..., SCALE_F32]
+
+    def check_live(self, slots: TokenSlots) -> None:
+        """Raise :class:`MoegraftError` when a token's slot is not in the table."""
+        if slots.live and slots.live[-1] >= self.num_slots:
+            raise MoegraftError(
+                f"{self.site.name}: a token uses adapter slot {slots.live[-1]}, the factor table "
+                f"has {self.num_slots} slots."
+            )
 
     def factors(self, slot: int) -> SiteFactors | None:
         """Return views of slot's factors (reads the table on the host); None when it has none."""

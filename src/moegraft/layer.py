@@ -16,7 +16,7 @@ from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
 from moegraft.plan import Plan, make_plan
 from moegraft.problem import Problem
-from moegraft.sites import Site, expert_site
+from moegraft.sites import expert_site
 from moegraft.types import ExpertWeights, TokenSlots
 
 #: Plans that a layer keeps, by number of tokens: every length of prompt brings another.
@@ -125,17 +125,11 @@ class MoeLoraLayer:
                 f"The batch has {num_tokens} tokens but {slots.num_tokens} adapter slots."
             )
         if slots is not None and self.table is not None:
-            _check_live(slots, self.table)
+            self.table.check_live(slots)
 
 
 def _plan_experts(weights: ExpertWeights, backend: str | None, num_tokens: int, top_k: int) -> Plan:
     return make_plan(Problem.of(weights, num_tokens, top_k), backend)
-
-
-def _plan_linear(site: Site, where: tuple[str, str], backend: str | None, num_tokens: int) -> Plan:
-    sizes = site.projections[0]
-    problem = Problem.of_linear(*where, num_tokens, sizes.in_features, sizes.out_features)
-    return make_plan(problem, backend)
 
 
 def _check_table(table: SiteTable, weights: ExpertWeights) -> None:
@@ -148,73 +142,3 @@ def _check_table(table: SiteTable, weights: ExpertWeights) -> None:
             f"The factor table is for {site.num_experts} experts with {found}; the weights hold "
             f"{sizes[0]} experts with H={sizes[1]}, I={sizes[2]}, {sizes[3].gate_up_order}."
         )
-
-
-def _check_live(slots: TokenSlots, table: SiteTable) -> None:
-    """Raise when a token's slot is not in the table."""
-    if slots.live and slots.live[-1] >= table.num_slots:
-        raise MoegraftError(
-            f"{table.site.name}: a token uses adapter slot {slots.live[-1]}, the factor table has "
-            f"{table.num_slots} slots."
-        )
-
-
-class LinearLora:
-    """The adapters' part of a dense linear or router; the base product stays the host's.
-
-    Args:
-        table: where the factors are.
-        dtype: dtype of the linear's weight; device: where it lives. Both only steer the plan.
-        backend: force a backend by name.
-
-    Raises:
-        PlanError: no backend can run it; raised now.
-    """
-
-    def __init__(
-        self,
-        table: SiteTable,
-        dtype: torch.dtype,
-        device: torch.device,
-        backend: str | None = None,
-    ) -> None:
-        self.table = table
-        where = (str(dtype).removeprefix("torch."), device.type)
-        self._plan = lru_cache(MAX_PLANS)(partial(_plan_linear, table.site, where, backend))
-        self.plan(num_tokens=1)
-
-    def plan(self, num_tokens: int) -> Plan:
-        """Return the plan for T tokens."""
-        return self._plan(num_tokens)
-
-    def has_delta(self, slots: TokenSlots) -> bool:
-        """True when any live adapter has a factor here (reads the table on the host)."""
-        ranks = self.table.ranks[:, 0].tolist()
-        return any(ranks[slot] > 0 for slot in slots.live)
-
-    def add_to(self, out: torch.Tensor, x: torch.Tensor, slots: TokenSlots) -> None:
-        """Add the delta to ``out`` in place; rows of slot -1 keep their bits.
-
-        Args:
-            out: ``[T, out_features]`` result of the base linear, any float dtype.
-            x: ``[T, in_features]`` its input.
-            slots: adapter slot per row.
-
-        Raises:
-            MoegraftError: rows, widths or slots disagree.
-        """
-        if not (out.shape[0] == x.shape[0] == slots.num_tokens):
-            raise MoegraftError(
-                f"{self.table.site.name}: {x.shape[0]} input rows, {out.shape[0]} output rows and "
-                f"{slots.num_tokens} adapter slots must be equal."
-            )
-        sizes = self.table.site.projections[0]
-        if (x.shape[1:], out.shape[1:]) != ((sizes.in_features,), (sizes.out_features,)):
-            raise MoegraftError(
-                f"{self.table.site.name}: x has shape {tuple(x.shape)} and out "
-                f"{tuple(out.shape)}; expected [T, {sizes.in_features}] and "
-                f"[T, {sizes.out_features}]."
-            )
-        _check_live(slots, self.table)
-        if slots.live:
-            self.plan(x.shape[0]).stages.linear_lora(x, self.table, slots, out)

@@ -29,7 +29,8 @@ from moegraft.hosts.transformers.linear import hook_linear
 from moegraft.hosts.transformers.router import hook_router
 from moegraft.hosts.transformers.spec import model_spec
 from moegraft.hosts.transformers.state import StepState
-from moegraft.layer import LinearLora, MoeLoraLayer
+from moegraft.layer import MoeLoraLayer
+from moegraft.linear import LinearLora
 
 _ATTACHED = "_moegraft_graft"
 #: Marks linears and routers that carry hooks of a graft.

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from moegraft.hosts.transformers.state import StepState
-from moegraft.layer import LinearLora
+from moegraft.linear import LinearLora
 
 
 def hook_linear(module: nn.Module, lora: LinearLora, state: StepState) -> list[RemovableHandle]:

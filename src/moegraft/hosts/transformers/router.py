@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moegraft.errors import HOW_TO_SKIP, UnsupportedError
 from moegraft.hosts.transformers.state import StepState
-from moegraft.layer import LinearLora
+from moegraft.linear import LinearLora
 from moegraft.types import TokenSlots
 
 
