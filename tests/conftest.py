@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import moegraft.backends.cpu as cpu
+from moegraft.backends import Choice
 
 # The tests run tiny problems in several processes: more threads only wait for each other.
 torch.set_num_threads(1)
@@ -23,6 +24,6 @@ torch.set_num_threads(1)
 @pytest.fixture(params=get_args(cpu.LoraMethod))
 def lora_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Force one LoRA method of the CPU backend for every batch size."""
-    stages = cpu.CpuStages(request.param)
-    monkeypatch.setattr(cpu, "choose", lambda problem: (stages, "forced by the test"))
+    choice = Choice(cpu.CpuStages(request.param), "serial", "forced by the test")
+    monkeypatch.setattr(cpu, "choose", lambda problem, mode: choice)
     return str(request.param)

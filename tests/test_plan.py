@@ -59,7 +59,7 @@ def test_the_plan_of_a_cpu_problem_says_why() -> None:
 def test_explain_names_the_problem_the_backend_and_every_reason() -> None:
     plan = make_plan(PROBLEM)
     head, *lines = plan.explain().split("\n")
-    assert head == "T=7 K=2 E=5 H=24 I=20 bfloat16 unquantized on cpu: backend cpu"
+    assert head == "T=7 K=2 E=5 H=24 I=20 bfloat16 unquantized on cpu: backend cpu, mode serial"
     assert [line.strip() for line in lines] == list(plan.reasons)
 
 

@@ -210,9 +210,8 @@ def test_factors_survive_packing_relocation_and_the_table_bit_for_bit(
     arena[base * unit : base * unit + packed.data.numel()] = packed.data
     row = packed.relocated(base, layout)[None]
     for site in sites:
-        table = SiteTable(
-            site, Arena(arena), layout.records(row, site), layout.expert_map(row, site)
-        )
+        records, expert_map = layout.records(row, site), layout.expert_map(row, site)
+        table = SiteTable(site, Arena(arena), records, expert_map, packed.max_rank)
         found, want = table.factors(0), wanted[site.name]
         if want is None:
             assert found is None

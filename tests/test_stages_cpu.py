@@ -247,7 +247,7 @@ def test_offsets_past_two_to_the_31_elements_find_their_factors(
     arena = torch.empty(start + packed.data.numel() + 4)
     arena[start : start + packed.data.numel()] = packed.data
     row = packed.relocated(start // 4, layout)[None]
-    far = SiteTable(site, Arena(arena), layout.records(row, site), layout.expert_map(row, site))
+    far = SiteTable(site, Arena(arena), layout.records(row, site), layout.expert_map(row, site), 4)
     assert_bit_equal(case.run(MoeLoraLayer(case.weights, far)), case.run())
     assert not torch.equal(case.run(), case.run(base=True))
 

@@ -49,6 +49,7 @@ class SiteTable:
         arena: where the factors are.
         records: int64 ``[S, projections, 8]``, as :mod:`moegraft.factors` says.
         expert_map: int32 ``[S, E]``, or None for linears and routers.
+        max_rank: no slot ever holds a larger rank here; sizes the work buffers of graphs.
         host_cache: what host-side backends decoded, each under its own name.
     """
 
@@ -56,6 +57,7 @@ class SiteTable:
     arena: Arena
     records: torch.Tensor
     expert_map: torch.Tensor | None
+    max_rank: int
     host_cache: dict[str, object] = field(default_factory=dict, repr=False)
 
     @property
@@ -124,12 +126,14 @@ def site_table(
     :class:`moegraft.adapters.AdapterBank`.
     """
     layout = TableLayout.of([site])
-    rows, data, units = [], [], 0
+    rows, data, units, max_rank = [], [], 0, 0
     for factors in slots:
         packed = pack_adapter({} if factors is None else {site.name: factors}, layout, dtype)
         rows.append(packed.relocated(units, layout))
         data.append(packed.data)
         units += packed.num_bytes // UNIT_BYTES
+        max_rank = max(max_rank, packed.max_rank)
     table = torch.stack(rows) if rows else torch.zeros(0, layout.row_words, dtype=torch.int64)
     arena = Arena(torch.cat([*data, torch.zeros(UNIT_BYTES, dtype=dtype)]))
-    return SiteTable(site, arena, layout.records(table, site), layout.expert_map(table, site))
+    records, expert_map = layout.records(table, site), layout.expert_map(table, site)
+    return SiteTable(site, arena, records, expert_map, max_rank)

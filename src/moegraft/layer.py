@@ -12,11 +12,13 @@ from functools import lru_cache, partial
 import torch
 
 from moegraft.activations import check_activation
+from moegraft.call import LayerCall, Mode
 from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
 from moegraft.plan import Plan, make_plan
 from moegraft.problem import Problem
 from moegraft.sites import expert_site
+from moegraft.stages import Stages
 from moegraft.types import ExpertWeights, TokenSlots
 
 #: Plans that a layer keeps, by number of tokens: every length of prompt brings another.
@@ -32,6 +34,7 @@ class MoeLoraLayer:
         expert_offset: global id of local expert 0; pairs outside the local range contribute 0.
         routed_scaling_factor: multiplies the summed output.
         backend: force a backend by name.
+        mode: force how adapters and base overlap; ``base`` refuses batches with adapters.
 
     Raises:
         PlanError: no backend can run these weights here; raised now, not in the first forward.
@@ -45,6 +48,7 @@ class MoeLoraLayer:
         expert_offset: int = 0,
         routed_scaling_factor: float = 1.0,
         backend: str | None = None,
+        mode: Mode | None = None,
     ) -> None:
         check_activation(weights.activation)
         if table is not None:
@@ -53,8 +57,8 @@ class MoeLoraLayer:
         self.table = table
         self.expert_offset = expert_offset
         self.routed_scaling_factor = routed_scaling_factor
-        self._plan = lru_cache(MAX_PLANS)(partial(_plan_experts, weights, backend))
-        self._sides = ("gate", "up") if weights.layout.gated else ("up",)
+        max_rank = 0 if table is None else table.max_rank
+        self._plan = lru_cache(MAX_PLANS)(partial(_plan_experts, weights, max_rank, backend, mode))
         self.plan(num_tokens=1, top_k=1)
 
     def plan(self, num_tokens: int, top_k: int) -> Plan:
@@ -83,22 +87,24 @@ class MoeLoraLayer:
             MoegraftError: shapes disagree.
         """
         self._check(x_TH, topk_ids, topk_weights, slots)
-        stages = self.plan(*topk_ids.shape).stages
-        weights, table = self.weights, self.table
-        lora = table is not None and slots is not None and bool(slots.live)
-
-        perm = stages.permute(topk_ids, slots, weights.num_experts, self.expert_offset)
-        gate_up = stages.gate_up(x_TH, weights, perm)
-        if lora:
-            assert table is not None and slots is not None
-            stages.lora_shrink_expand(x_TH, table, self._sides, perm, slots, gate_up)
-        h = stages.activation(gate_up, weights, x_TH.dtype)
-        y = stages.down(h, weights, perm)
-        if lora:
-            assert table is not None and slots is not None
-            stages.lora_shrink_expand(h, table, ("down",), perm, slots, y)
-        out = stages.finalize(y, topk_weights, perm, self.routed_scaling_factor)
-        return out.to(x_TH.dtype)
+        plan = self.plan(*topk_ids.shape)
+        table = None if plan.mode == "base" else self.table
+        call = LayerCall(
+            x_TH,
+            topk_ids,
+            topk_weights,
+            self.weights,
+            table,
+            slots,
+            self.expert_offset,
+            self.routed_scaling_factor,
+        )
+        if plan.mode == "base" and slots is not None and slots.live:
+            raise MoegraftError(
+                f"This layer was made with mode='base', but the batch uses adapter slots "
+                f"{list(slots.live)}; make it with another mode, or pass slots=None."
+            )
+        return run_stages(plan.stages, call) if plan.run is None else plan.run(call)
 
     def _check(
         self,
@@ -128,8 +134,33 @@ class MoeLoraLayer:
             self.table.check_live(slots)
 
 
-def _plan_experts(weights: ExpertWeights, backend: str | None, num_tokens: int, top_k: int) -> Plan:
-    return make_plan(Problem.of(weights, num_tokens, top_k), backend)
+def run_stages(stages: Stages, call: LayerCall) -> torch.Tensor:
+    """Run a layer stage by stage; a plan with a fused run replaces this whole function."""
+    weights, table, slots = call.weights, call.table, call.slots
+    x_TH = call.x_TH
+    perm = stages.permute(call.topk_ids, slots, weights.num_experts, call.expert_offset)
+    gate_up = stages.gate_up(x_TH, weights, perm)
+    if call.lora:
+        assert table is not None and slots is not None
+        stages.lora_shrink_expand(x_TH, table, call.sides, perm, slots, gate_up)
+    h = stages.activation(gate_up, weights, x_TH.dtype)
+    y = stages.down(h, weights, perm)
+    if call.lora:
+        assert table is not None and slots is not None
+        stages.lora_shrink_expand(h, table, ("down",), perm, slots, y)
+    out = stages.finalize(y, call.topk_weights, perm, call.scale)
+    return out.to(x_TH.dtype) if call.out is None else call.out.copy_(out)
+
+
+def _plan_experts(
+    weights: ExpertWeights,
+    max_rank: int,
+    backend: str | None,
+    mode: Mode | None,
+    num_tokens: int,
+    top_k: int,
+) -> Plan:
+    return make_plan(Problem.of(weights, num_tokens, top_k, max_rank), backend, mode)
 
 
 def _check_table(table: SiteTable, weights: ExpertWeights) -> None:

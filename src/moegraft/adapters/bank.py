@@ -80,7 +80,8 @@ class AdapterBank:
 
     def _site_table(self, site: Site) -> SiteTable:
         records = self.layout.records(self.table, site)
-        return SiteTable(site, self._arena, records, self.layout.expert_map(self.table, site))
+        expert_map = self.layout.expert_map(self.table, site)
+        return SiteTable(site, self._arena, records, expert_map, self.max_rank)
 
     def site_table(self, name: str) -> SiteTable:
         """Return one site's view of all slots; it stays valid for the bank's life."""

@@ -161,7 +161,7 @@ def table_on(table: SiteTable, device: Device) -> SiteTable:
         return table
     expert_map = None if table.expert_map is None else table.expert_map.to(device)
     arena = Arena(table.arena.data.to(device))
-    return SiteTable(table.site, arena, table.records.to(device), expert_map)
+    return SiteTable(table.site, arena, table.records.to(device), expert_map, table.max_rank)
 
 
 def _factors_on_cpu(factors: SiteFactors) -> SiteFactors:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from moegraft.backends import Choice
 from moegraft.backends.cpu import base, lora_gathered, lora_segments
 from moegraft.backends.cpu.linear_lora import linear_lora
 from moegraft.backends.cpu.lora_stacked import (
@@ -17,6 +18,7 @@ from moegraft.backends.cpu.lora_stacked import (
     linear_stacked,
 )
 from moegraft.backends.cpu.permute import permute
+from moegraft.call import Mode
 from moegraft.factor_table import SiteTable
 from moegraft.problem import Problem
 from moegraft.stages import Permutation, split_columns
@@ -97,8 +99,10 @@ class CpuStages:
         return stack if stack is not None and stack.allows(num_rows) else None
 
 
-def supports(problem: Problem) -> str | None:
+def supports(problem: Problem, mode: Mode | None = None) -> str | None:
     """Return None when this backend can run the problem, else the reason why not."""
+    if mode not in (None, "serial", "base"):
+        return f"mode {mode!r} is for GPUs; implemented: serial, base"
     if problem.device_type != "cpu":
         return f"the tensors are on {problem.device_type}, this backend runs on cpu"
     if problem.weight_format != "unquantized":
@@ -108,7 +112,7 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
-def choose(problem: Problem) -> tuple[CpuStages, str]:
+def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     """Return the stages for a problem and one line that says why."""
     few = problem.num_pairs <= MAX_GATHERED_ROWS
     fallback: Literal["gathered", "segments"] = "gathered" if few else "segments"
@@ -117,4 +121,4 @@ def choose(problem: Problem) -> tuple[CpuStages, str]:
         f"LoRA stacked where the live adapters are small, else {fallback} "
         f"({problem.num_pairs} rows {relation} {MAX_GATHERED_ROWS})"
     )
-    return CpuStages("stacked", fallback), why
+    return Choice(CpuStages("stacked", fallback), mode or "serial", why)
