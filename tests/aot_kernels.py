@@ -9,27 +9,27 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moegraft.backends.triton.down_expand import down_expand_kernel, finalize_kernel
+from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
-from moegraft.backends.triton.lora_shrink import lora_shrink_kernel
+from moegraft.backends.triton.grouped_gemm import grouped_gemm_kernel
+from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kernel
 from moegraft.backends.triton.route import route_kernel
 
 POINTERS = {
-    "rank_ptr": "*fp32",
+    "delta_ptr": "*fp32",
     "y_ptr": "*fp32",
     "topk_weights_ptr": "*fp32",
-    "records_f32_ptr": "*fp32",
-    "desc64_ptr": "*i64",
     "records_ptr": "*i64",
 }
 BF16 = ("x_ptr", "weight_ptr", "bias_ptr", "h_ptr", "arena_ptr", "out_ptr")
 CONSTANTS: dict[str, Any] = {
     "TOP_K": 8, "GATE_START": 0, "UP_START": 768, "COLUMN_STEP": 1, "GATED": True,
     "HAS_BIAS": False, "KIND": "silu", "ALPHA": 1.0, "HAS_LIMIT": False, "LIMIT": 0.0,
-    "UP_SHIFT": 0.0, "RANK_STRIDE": 16, "RANK_CHUNKS": 1, "UNIT": 8, "EVEN_K": True,
+    "UP_SHIFT": 0.0, "UNIT": 8, "EVEN_K": True, "X_BY_TOKEN": True, "X_ROWS": "rows",
     "EVEN_N": True, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_R": 16, "BLOCK_H": 256,
-    "BLOCK_I": 8, "BLOCK_J": 512, "BLOCK_E": 8, "CHOICES": 8, "NUM_EXPERTS": 128, "FIRST": 0,
-    "SIDES": 2, "LORA": True, "DENSE": False, "HAS_SLOTS": True, "PDL": True,
+    "BLOCK_I": 8, "BLOCK_J": 512, "BLOCK_E": 8, "CHOICES": 8, "NUM_EXPERTS": 128,
+    "OUT_BY_PAIR": True, "WEIGHTED": True, "H_BY_PAIR": False, "SWAP": False,
+    "SIDES": 2, "DELTA": "rows", "DENSE": False, "HAS_SLOTS": True, "PDL": True,
     "weight_stride_k": 1,
 }  # fmt: skip
 
@@ -54,16 +54,17 @@ def compile_kernel(kernel: Any, capability: int, **changes: Any) -> dict[str, An
 
 def main(capability: int) -> None:
     """Compile every kernel, with and without adapters, and print its name."""
-    for lora in (True, False):
-        compile_kernel(gate_up_activation_kernel, capability, LORA=lora)
-        compile_kernel(down_expand_kernel, capability, LORA=lora)
-        print(f"gate_up_activation, down_expand lora={lora}")
+    for delta in ("none", "rows", "pairs"):
+        for swap in (False, True):
+            compile_kernel(gate_up_activation_kernel, capability, DELTA=delta, SWAP=swap)
+            compile_kernel(grouped_gemm_kernel, capability, DELTA=delta, SWAP=swap)
+        print(f"gate_up_activation, grouped_gemm delta={delta}")
     for dense in (True, False):
         compile_kernel(route_kernel, capability, DENSE=dense)
-    compile_kernel(lora_shrink_kernel, capability)
-    compile_kernel(lora_shrink_kernel, capability, FIRST=2, SIDES=1)
+    for block_r in (16, 64):
+        compile_kernel(lora_shrink_expand_kernel, capability, BLOCK_R=block_r)
     compile_kernel(finalize_kernel, capability)
-    print("route, lora_shrink, finalize")
+    print("route, lora_shrink_expand, finalize")
 
 
 if __name__ == "__main__":

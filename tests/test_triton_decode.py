@@ -13,7 +13,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 from the start", allow_module_level=True)
 
 from moegraft.backends.triton.config import FusedConfig, GemmConfig
-from moegraft.backends.triton.launch import make_workspace, max_blocks, run_layer
+from moegraft.backends.triton.fused import run_layer
+from moegraft.backends.triton.workspace import make_workspace, max_blocks
+from moegraft.call import LayerCall
 from moegraft.sites import expert_site
 from moegraft.testing import (
     assert_close,
@@ -26,6 +28,9 @@ from moegraft.types import Activation, SiteFactors, WeightLayout
 
 CONFIG = FusedConfig(
     16, GemmConfig(16, 32, 4, 2), GemmConfig(32, 16, 4, 2), GemmConfig(16, 32, 4, 2)
+)
+SWAPPED = FusedConfig(
+    32, GemmConfig(16, 32, 4, 2, True), GemmConfig(32, 16, 4, 2, True), GemmConfig(32, 16, 4, 2)
 )
 HIDDEN, INTERMEDIATE, EXPERTS = 40, 24, 5
 GPT_OSS = Activation("silu", limit=1.0, alpha=1.702, up_shift=1.0)
@@ -50,43 +55,44 @@ def adapters(layout: WeightLayout) -> list[SiteFactors | None]:
     ]
 
 
-def run(case: LayerCase, base: bool = False, max_rank: int = 64) -> torch.Tensor:
+def run(case: LayerCase, base: bool = False, config: FusedConfig = CONFIG) -> torch.Tensor:
     """Run a case on the fused kernels, with every buffer poisoned."""
-    num_pairs = case.routing.topk_ids.numel()
-    ws = make_workspace(case.weights, num_pairs, CONFIG.block_m, max_rank, torch.float32)
-    for buffer in (ws.h, ws.y, ws.ranks_gate_up, ws.ranks_down):
+    ws = make_workspace(case.weights, case.routing.topk_ids.numel(), config.block_m, lora=True)
+    for buffer in (ws.h, ws.y, ws.delta_gate_up, ws.delta_down):
+        assert buffer is not None
         buffer.fill_(torch.nan)
-    for buffer in (ws.desc32, ws.desc64, ws.block_info, ws.row_pair, ws.pair_row, ws.pair_head):
+    for buffer in (ws.row_flags, ws.pair_segment, ws.block_info, ws.row_pair, ws.pair_row):
         buffer.fill_(1 << 20)
-    out = torch.full_like(case.x, torch.nan)
-    slots = None if base else torch.tensor(case.token_slots, dtype=torch.int32)
-    run_layer(
+    call = LayerCall(
         case.x,
         case.routing.topk_ids,
         case.routing.topk_weights,
         case.weights,
         case.table(),
-        slots,
-        ws,
-        CONFIG,
-        out,
+        None if base else case.slots(),
         case.expert_offset,
         case.scale,
+        torch.full_like(case.x, torch.nan),
     )
-    return out
+    return run_layer(call, config, ws)
 
 
-def check(case: LayerCase) -> None:
+def check(case: LayerCase, config: FusedConfig = CONFIG) -> None:
     """Compare output, base and delta alone with the reference."""
-    with_lora, base = run(case), run(case, base=True)
+    with_lora, base = run(case, config=config), run(case, base=True, config=config)
     ref_with, ref_base = case.reference(), case.reference(base=True)
     assert_close(base, ref_base, case.x.dtype)
     assert_close(with_lora, ref_with, case.x.dtype)
     assert_delta_close(with_lora, base, ref_with, ref_base)
+    rows = torch.tensor([slot < 0 or case.adapters[slot] is None for slot in case.token_slots])
+    assert torch.equal(with_lora[rows], base[rows])
 
 
+@pytest.mark.parametrize("config", [CONFIG, SWAPPED], ids=["plain", "swapped"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_and_activations_with_mixed_adapters_match_the_reference(name: str) -> None:
+def test_layouts_and_activations_with_mixed_adapters_match_the_reference(
+    name: str, config: FusedConfig
+) -> None:
     layout, activation = LAYOUTS[name]
     check(
         layer_case(
@@ -100,7 +106,8 @@ def test_layouts_and_activations_with_mixed_adapters_match_the_reference(name: s
             activation=activation,
             biases=True,
             minus_ones=0.2,
-        )
+        ),
+        config,
     )
 
 
@@ -120,17 +127,17 @@ def test_one_token_and_several_blocks_per_expert_match_the_reference(num_tokens:
     check(case)
 
 
-def test_rank_vectors_stay_inside_a_buffer_of_any_width() -> None:
-    layout = WeightLayout()
+def test_an_adapter_with_more_rows_than_one_product_takes() -> None:
     case = layer_case(
-        6,
-        adapters(layout)[:2],
-        [0, 1, -1],
+        150,
+        adapters(WeightLayout()),
+        [1] * 40 + [-1, 5] * 5,
         num_experts=EXPERTS,
+        top_k=1,
         hidden=HIDDEN,
         intermediate=INTERMEDIATE,
     )
-    assert torch.equal(run(case, max_rank=20), run(case, max_rank=64))
+    check(case, replace(SWAPPED, block_m=64))
 
 
 def test_half_precision_matches_the_reference() -> None:

@@ -1,4 +1,4 @@
-"""Tile configurations of the fused kernels: one legality check, plain data."""
+"""Tile configurations of the fused kernels, as plain data."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tile of one GEMM launch: columns, K step, warps and pipeline stages."""
+    """Tile of one GEMM launch: columns, K step, warps and pipeline stages.
+
+    ``swap``: the weights are the left operand of the products, so that wide tiles fit the matrix
+    unit also when a block has 16 rows.
+    """
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    swap: bool = False
 
 
 @dataclass(frozen=True)
@@ -22,12 +27,13 @@ class FusedConfig:
     Attributes:
         block_m: rows per block.
         gate_up, down: tiles of the two GEMM launches.
-        shrink: tile of the shrink launches; block_n is the rank rows of one program.
+        delta: tile of the two lora_shrink_expand launches: block_k of the shrink, block_n of the
+            expand.
         pdl: programmatic dependent launch (Hopper and newer).
     """
 
     block_m: int
     gate_up: GemmConfig
     down: GemmConfig
-    shrink: GemmConfig = GemmConfig(16, 128, 4, 4)
+    delta: GemmConfig = GemmConfig(128, 128, 4, 4)
     pdl: bool = False

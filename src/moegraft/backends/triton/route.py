@@ -4,16 +4,9 @@ Every program finds the place of its own pairs by counting: it reads all P keys 
 that come before. No atomics, no program waits for another, nothing comes back to the host.
 
 Blocks are per expert, ``BLOCK_M`` rows each; rows of a block are sorted by slot (-1 first), then by
-pair number, so an adapter's rows are one run, a *segment*, known by its first row. For each
-segment the table is looked up here, once per layer, into a descriptor at that row:
-
-=============  =====================================================================
-``desc64[r]``  int64 x 8: element offsets of A gate, up, down; B gate, up, down
-``desc32[r]``  int32 x 16. 0: the row behind the segment's last; 0 = not a segment's
-               first row; written for every row. 1, 2, 3: live ranks of gate, up, down.
-               4, 5, 6: scales (fp32 bits). 7, 8, 9: row strides of A. 10, 11, 12: of B.
-               15: 1 if gate and up share their A
-=============  =====================================================================
+pair number, so an adapter's rows are one run, a *segment*, known by its first row. The pair at that
+row carries the segment in ``pair_segment`` int32 ``[P, 4]``: its first row, the row behind its
+last, slot, local expert; a first row of -1 for every other pair, and for segments of slot -1.
 
 Block numbers: with few pairs they are dense. With many, expert e's blocks start at
 ``(pairs of earlier experts) // BLOCK_M + e``, which never overlap and need no prefix sum over
@@ -43,72 +36,21 @@ def _load_keys(
     return tl.where(local, expert, NUM_EXPERTS), slot
 
 
-@triton.jit
-def _write_segment(
-    desc64_ptr, desc32_ptr, row, is_head, slot, expert, records_ptr, records_i32_ptr, map_ptr,
-    slot_stride, map_stride, GATED: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Look the factors of a segment up and write its descriptor; return which are live."""
-    is_live = is_head & (slot >= 0)
-    # Loads depend on the slot alone, so that all of them are in flight together.
-    entry = tl.load(map_ptr + slot.to(tl.int64) * map_stride + expert, mask=is_live, other=-1)
-    has_entry = is_live & (entry >= 0)
-    entry = tl.maximum(entry, 0)
-    any_rank = tl.zeros_like(slot)
-    shared = tl.zeros_like(slot)
-    for p in tl.static_range(3):
-        # Without a gate the table has two records: up and down; gate's rank is 0.
-        wanted = is_live
-        record = slot.to(tl.int64) * slot_stride + 8 * p
-        if not GATED:
-            record -= 8
-            if p == 0:
-                wanted = slot < -1
-        rank = tl.load(records_i32_ptr + record * 2 + 12, mask=wanted, other=0)
-        rank = tl.where(has_entry, rank, 0)
-        any_rank += rank
-        scale = tl.load(records_i32_ptr + record * 2 + 14, mask=wanted, other=0)
-        a_offset = tl.load(records_ptr + record, mask=wanted, other=0) * UNIT
-        a_offset += tl.load(records_ptr + record + 2, mask=wanted, other=0) * entry
-        b_offset = tl.load(records_ptr + record + 1, mask=wanted, other=0) * UNIT
-        b_offset += tl.load(records_ptr + record + 3, mask=wanted, other=0) * entry
-        a_stride = tl.load(records_ptr + record + 4, mask=wanted, other=0).to(tl.int32)
-        b_stride = tl.load(records_ptr + record + 5, mask=wanted, other=0).to(tl.int32)
-        if p == 1 and GATED:
-            shared = tl.load(records_i32_ptr + record * 2 + 13, mask=wanted, other=0)
-        tl.store(desc64_ptr + row * 8 + p, a_offset, mask=is_head)
-        tl.store(desc64_ptr + row * 8 + 3 + p, b_offset, mask=is_head)
-        tl.store(desc32_ptr + row * 16 + 1 + p, rank, mask=is_head)
-        tl.store(desc32_ptr + row * 16 + 4 + p, scale, mask=is_head)
-        tl.store(desc32_ptr + row * 16 + 7 + p, a_stride, mask=is_head)
-        tl.store(desc32_ptr + row * 16 + 10 + p, b_stride, mask=is_head)
-    tl.store(desc32_ptr + row * 16 + 15, shared, mask=is_head)
-    return has_entry & (any_rank > 0)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "expert_offset", "num_blocks", "pair_programs"])
 def route_kernel(
     topk_ids_ptr,  # [P] int32/int64
     slots_ptr,  # [T] int32
     row_pair_ptr,  # [rows] int32 out
     pair_row_ptr,  # [P] int32 out, -1 = not local
-    pair_head_ptr,  # [P] int32 out: the pair's row if it heads a segment with factors, else -1
+    pair_segment_ptr,  # [P, 4] int32 out, see above; not written without slots
+    row_flags_ptr,  # [3, rows] int32 out: 0; lora_shrink_expand sets those that get a delta
     block_info_ptr,  # [blocks] int32 out: expert * 256 + rows
-    desc64_ptr,
-    desc32_ptr,
-    records_ptr,
-    records_i32_ptr,
-    map_ptr,
     num_pairs,
     expert_offset,
     num_blocks,
-    slot_stride,
-    map_stride,
     pair_programs,
     TOP_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    GATED: tl.constexpr,
-    UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -170,18 +112,20 @@ def route_kernel(
     else:
         block = earlier // BLOCK_M + expert + block_in_expert
     row = block * BLOCK_M + row_in_block
-    low = tl.maximum(group_start - block_in_expert * BLOCK_M, 0)
-    high = tl.minimum(group_end - block_in_expert * BLOCK_M, BLOCK_M)
-    is_head = local & (row_in_block == low)
     tl.store(row_pair_ptr + row, i, mask=local)
-    tl.store(desc32_ptr + row * 16, tl.where(is_head, high, 0), mask=local)
     tl.store(pair_row_ptr + i, tl.where(local, row, -1), mask=i < num_pairs)
     if HAS_SLOTS:
-        is_live = _write_segment(
-            desc64_ptr, desc32_ptr, row, is_head, slot, expert, records_ptr, records_i32_ptr,
-            map_ptr, slot_stride, map_stride, GATED, UNIT,
-        )  # fmt: skip
-        tl.store(pair_head_ptr + i, tl.where(is_live, row, -1), mask=i < num_pairs)
+        low = tl.maximum(group_start - block_in_expert * BLOCK_M, 0)
+        high = tl.minimum(group_end - block_in_expert * BLOCK_M, BLOCK_M)
+        is_head = local & (row_in_block == low) & (slot >= 0)
+        segment = pair_segment_ptr + i * 4
+        in_range = i < num_pairs
+        tl.store(segment, tl.where(is_head, row, -1), mask=in_range)
+        tl.store(segment + 1, row - row_in_block + high, mask=in_range)
+        tl.store(segment + 2, slot, mask=in_range)
+        tl.store(segment + 3, expert, mask=in_range)
+        for side in tl.static_range(3):
+            tl.store(row_flags_ptr + side * num_blocks * BLOCK_M + row, 0, mask=local)
 
 
 @triton.jit

@@ -1,0 +1,39 @@
+"""Stage ``finalize`` on the GPU: a token's weighted rows, summed in a fixed order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moegraft.backends.triton.sync import launch_next, launch_wait
+
+
+@triton.jit
+def finalize_kernel(
+    y_ptr,  # [P, H] weighted rows
+    pair_row_ptr,  # [P] int32, -1 = not local
+    out_ptr,  # [T, H]
+    hidden,
+    out_stride,
+    scale,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,  # power of two >= TOP_K
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``out[t] = scale * sum_k y[t*K + k]`` over the local pairs, fp32, in a fixed order."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = columns < hidden
+    choice = tl.arange(0, CHOICES)
+    pairs = token * TOP_K + choice
+    row = tl.load(pair_row_ptr + pairs, mask=choice < TOP_K, other=-1, cache_modifier=".cg")
+    launch_wait(PDL)
+    launch_next(PDL)
+    y = tl.load(
+        y_ptr + pairs[:, None] * hidden + columns[None, :],
+        mask=(row >= 0)[:, None] & mask[None, :],
+        other=0.0,
+    )
+    out = tl.sum(y.to(tl.float32), 0) * scale
+    tl.store(out_ptr + token * out_stride + columns, out.to(out_ptr.dtype.element_ty), mask=mask)

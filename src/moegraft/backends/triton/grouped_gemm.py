@@ -1,0 +1,121 @@
+"""A grouped GEMM over the blocks of rows: stage ``down`` with delta and routing weight; also raw.
+
+The same program as :mod:`moegraft.backends.triton.gate_up_activation` with one accumulator. As
+``down`` it reads the blocks' own rows of h and writes ``w * (W_down h + b + delta)`` to the row of
+the pair, so finalize only sums. As the unfused ``gate_up`` it reads x per token and writes rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moegraft.backends.triton.delta import add_delta
+from moegraft.backends.triton.sync import launch_next, launch_wait
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def grouped_gemm_kernel(
+    x_ptr,  # [rows, K], [P, K] or [T, K]; see X_ROWS
+    weight_ptr,  # [E, N, K] by strides
+    bias_ptr,  # [E, N] or unused
+    topk_weights_ptr,  # [P] float, or unused
+    out_ptr,  # [P, N] out, or [rows, N] without OUT_BY_PAIR
+    delta_ptr,  # [rows, N] fp32 or [P, N]
+    row_flags_ptr,  # [rows] int32
+    row_pair_ptr,
+    block_info_ptr,
+    size_n,
+    size_k,
+    x_stride,
+    weight_stride_e,
+    weight_stride_n,
+    weight_stride_k,
+    bias_stride,
+    num_tiles,
+    TOP_K: tl.constexpr,
+    X_ROWS: tl.constexpr,  # "rows", "pairs" or "tokens"
+    OUT_BY_PAIR: tl.constexpr,
+    WEIGHTED: tl.constexpr,  # multiply by the routing weight
+    HAS_BIAS: tl.constexpr,
+    DELTA: tl.constexpr,  # "none", "rows" (those with a flag) or "pairs" (all)
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    SWAP: tl.constexpr,  # weights as the left operand
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """See the top of the file."""
+    if DELTA == "none":
+        launch_wait(PDL)
+    launch_next(PDL)
+    pid = tl.program_id(0)
+    m = tl.arange(0, BLOCK_M)
+    block = pid // num_tiles
+    # Past L1: read before launch_wait.
+    info = tl.load(block_info_ptr + block, cache_modifier=".cg")
+    live_rows = info % 256
+    if live_rows == 0:
+        return
+    expert = (info // 256).to(tl.int64)
+    rows = block * BLOCK_M + m
+    row_mask = m < live_rows
+    columns = (pid % num_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = columns < size_n
+    pairs = tl.load(row_pair_ptr + rows, mask=row_mask, other=0, cache_modifier=".cg")
+    if X_ROWS == "rows":
+        x_rows = rows
+    elif X_ROWS == "pairs":
+        x_rows = pairs
+    else:
+        x_rows = pairs // TOP_K
+
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * x_stride + k[None, :]
+    weight_ptrs = (
+        weight_ptr
+        + expert * weight_stride_e
+        + columns.to(tl.int64)[:, None] * weight_stride_n
+        + k[None, :] * weight_stride_k
+    )
+    if SWAP:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k0 in range(0, size_k, BLOCK_K):
+        w_mask = column_mask[:, None]
+        x_mask = row_mask[:, None]
+        if not EVEN_K:
+            w_mask = w_mask & (k0 + k < size_k)[None, :]
+            x_mask = x_mask & (k0 + k < size_k)[None, :]
+        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+        if EVEN_K and EVEN_N:
+            w = tl.load(weight_ptrs)
+        else:
+            w = tl.load(weight_ptrs, mask=w_mask, other=0.0)
+        if SWAP:
+            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        x_ptrs += BLOCK_K
+        weight_ptrs += BLOCK_K * weight_stride_k
+    if SWAP:
+        acc = tl.trans(acc)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert * bias_stride + columns, mask=column_mask, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+
+    mask = row_mask[:, None] & column_mask[None, :]
+    if DELTA != "none":
+        launch_wait(PDL)
+        delta_rows = pairs if DELTA == "pairs" else rows
+        delta = delta_ptr + delta_rows.to(tl.int64)[:, None] * size_n + columns[None, :]
+        acc = add_delta(acc, delta, mask, row_flags_ptr, rows, row_mask, DELTA)
+    if WEIGHTED:
+        weight = tl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0).to(tl.float32)
+        acc = acc * weight[:, None]
+    out_rows = pairs if OUT_BY_PAIR else rows
+    out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * size_n + columns[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
