@@ -51,6 +51,8 @@ class SiteTable:
         expert_map: int32 ``[S, E]``, or None for linears and routers.
         max_rank: no slot ever holds a larger rank here; sizes the work buffers of graphs.
         host_cache: what host-side backends decoded, each under its own name.
+        host_ranks: what :attr:`ranks` says, kept on the host by whoever writes the table; None =
+            nobody does.
     """
 
     site: Site
@@ -59,6 +61,7 @@ class SiteTable:
     expert_map: torch.Tensor | None
     max_rank: int
     host_cache: dict[str, object] = field(default_factory=dict, repr=False)
+    host_ranks: torch.Tensor | None = None
 
     @property
     def num_slots(self) -> int:
@@ -74,6 +77,32 @@ class SiteTable:
     def scales(self) -> torch.Tensor:
         """fp32 ``[S, projections]``; meaningful where the rank is above 0."""
         return self.records.view(torch.float32)[..., SCALE_F32]
+
+    def has_delta(self, slots: TokenSlots) -> bool:
+        """True when a live adapter has a factor here; reads the host's memory only.
+
+        While a graph is captured (``slots.in_graph``): True once any adapter had one here, see
+        :attr:`moegraft.adapters.AdapterBank.sites_version`.
+        """
+        if slots.in_graph and self.ever_used:
+            return True
+        ranks = self._host_ranks()
+        return any(ranks if slots.in_graph else (ranks[slot] for slot in slots.live))
+
+    @property
+    def ever_used(self) -> bool:
+        """True once the bank behind this table held an adapter with factors here."""
+        return "used" in self.host_cache
+
+    def _host_ranks(self) -> tuple[int, ...]:
+        """The largest rank of each slot here."""
+        version = self.arena.version
+        found = self.host_cache.get("ranks")
+        if not isinstance(found, tuple) or found[0] != version:
+            ranks = (self.ranks if self.host_ranks is None else self.host_ranks).amax(1).tolist()
+            found = self.host_cache["ranks"] = (version, tuple(ranks))
+        known: tuple[int, ...] = found[1]
+        return known
 
     def check_live(self, slots: TokenSlots) -> None:
         """Raise :class:`MoegraftError` when a token's slot is not in the table."""

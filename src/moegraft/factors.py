@@ -85,6 +85,17 @@ class TableLayout:
         view = table[..., start : start + width]
         return view.unflatten(-1, (len(site.projections), RECORD_WORDS))
 
+    def ranks(self, row: torch.Tensor) -> torch.Tensor:
+        """View the live ranks of all records of one ``row`` ``[row_words]``, as int32."""
+        num_records = sum(len(site.projections) for site in self.sites)
+        words = row[: num_records * RECORD_WORDS].view(torch.int32)
+        return words.view(num_records, 2 * RECORD_WORDS)[:, RANK_I32]
+
+    def ranks_of(self, ranks: torch.Tensor, site: Site) -> torch.Tensor:
+        """View a site's part of ``ranks`` ``[.., records]`` as ``[.., projections]``."""
+        first = self.first_record[site.name]
+        return ranks[..., first : first + len(site.projections)]
+
     def expert_map(self, table: torch.Tensor, site: Site) -> torch.Tensor | None:
         """View a site's expert map, int32 ``[.., E]``; None for linears and routers."""
         if site.kind != "experts":

@@ -242,8 +242,8 @@ class TokenSlots:
     Attributes:
         slots: int32 ``[T]``, -1 = base only.
         live: the distinct slots >= 0, ascending, known on the host; empty = base-only batch.
-        cache: what host-side backends derived from the slots, kept for the batch's later steps;
-            see :meth:`derived`.
+        cache: what backends derived from the slots, for later steps; see :meth:`derived`.
+        in_graph: True for :meth:`captured` ones: nothing may be decided from ``live``.
 
     Example: four tokens, the last two on slot 3: ``slots = [-1, -1, 3, 3]``, ``live = (3,)``.
     """
@@ -251,6 +251,16 @@ class TokenSlots:
     slots: torch.Tensor
     live: tuple[int, ...]
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    in_graph: bool = False
+
+    @staticmethod
+    def captured(slots: torch.Tensor) -> TokenSlots:
+        """Make one for the capture of a CUDA graph over ``slots``, a static buffer int32 ``[T]``.
+
+        ``live`` is ``(0,)``: not empty, a slot that every table has. What is derived on the device
+        becomes part of the graph.
+        """
+        return TokenSlots(slots, (0,), in_graph=True)
 
     @staticmethod
     def of(slots: list[int] | torch.Tensor, device: torch.device | str = "cpu") -> TokenSlots:
@@ -260,11 +270,8 @@ class TokenSlots:
         return TokenSlots(tensor.to(device), live)
 
     def derived(self, key: Hashable, version: int, make: Callable[[], _Derived]) -> _Derived:
-        """Return what ``make`` derived from these slots and one version of a factor table.
-
-        Only the last version is kept per key, so that a batch that outlives many writes of the
-        bank (a server's warm slots) does not pile up what nobody can ask for again.
-        """
+        """Return what ``make`` derived from these slots and one version of a factor table; only
+        the last version is kept per key, for a batch may outlive many writes of a bank."""
         found = self.cache.get(key)
         if found is None or found[0] != version:
             found = self.cache[key] = (version, make())

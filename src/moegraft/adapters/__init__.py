@@ -2,11 +2,12 @@
 
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.bind import BoundAdapter, bind, check_bound
+from moegraft.adapters.info import AdapterInfo
 from moegraft.adapters.layouts import ReadOptions
 from moegraft.adapters.read import AdapterSource, make_source, read_adapter
 from moegraft.adapters.report import BindReport
 from moegraft.adapters.spec import ModelSpec
-from moegraft.adapters.store import AdapterInfo, AdapterStore
+from moegraft.adapters.store import AdapterStore
 
 __all__ = [
     "AdapterBank",

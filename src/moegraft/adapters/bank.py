@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from moegraft.adapters.arena import FreeList
+from moegraft.adapters.streams import StreamOrder
 from moegraft.errors import AdapterError
 from moegraft.factor_table import Arena, SiteTable
 from moegraft.factors import UNIT_BYTES, PackedAdapter, TableLayout, empty_row
@@ -29,6 +30,10 @@ class AdapterBank:
 
     A slot costs what its adapter weighs. The table never moves; the arena moves only while it may
     still grow (:meth:`freeze` forbids it, for graphs that hold its address).
+
+    On a GPU every write is a copy on the current stream; the host does not wait for it. Batches on
+    other streams are kept in order by ``order``: whoever runs one calls ``order.before_read()``
+    ahead of it and ``order.after_read()`` behind it, as :meth:`AdapterStore.use` does.
 
     Args:
         sites: every place of the model where adapters attach.
@@ -62,10 +67,15 @@ class AdapterBank:
         self.dtype = dtype
         self.device = torch.device(device)
         self._may_grow = arena_bytes is None
+        self.order = StreamOrder(self.device)
+        #: Goes up when an adapter brings factors to a site that never had any: what was captured
+        #: without that site's adapters must be captured again.
+        self.sites_version = 0
         # The bank outlives the inference mode that it may be made in.
         with torch.inference_mode(False):
-            self._empty = empty_row(self.layout)
+            self._empty = self._pinned(empty_row(self.layout))
             self.table = self._empty.repeat(num_slots, 1).to(self.device)
+            self._ranks = self.layout.ranks(self._empty).repeat(num_slots, 1)
         self._regions: list[tuple[int, int] | None] = [None] * num_slots
         units = (arena_bytes or 0) // UNIT_BYTES
         self._free = FreeList(units)
@@ -81,15 +91,43 @@ class AdapterBank:
     def _site_table(self, site: Site) -> SiteTable:
         records = self.layout.records(self.table, site)
         expert_map = self.layout.expert_map(self.table, site)
-        return SiteTable(site, self._arena, records, expert_map, self.max_rank)
+        ranks = self.layout.ranks_of(self._ranks, site)
+        return SiteTable(site, self._arena, records, expert_map, self.max_rank, host_ranks=ranks)
+
+    def _pinned(self, row: torch.Tensor) -> torch.Tensor:
+        """In page-locked memory for a GPU, so that its copy needs no wait.
+
+        Torch's allocator of such memory does not give a block away before its copies are done.
+        """
+        return row.pin_memory() if self.device.type == "cuda" else row
 
     def site_table(self, name: str) -> SiteTable:
         """Return one site's view of all slots; it stays valid for the bank's life."""
         return self._tables[name]
 
+    def reserve(self, num_bytes: int) -> None:
+        """Let the arena have at least this size now.
+
+        Raises:
+            AdapterError: it has a fixed size that is smaller.
+        """
+        missing = -(-num_bytes // UNIT_BYTES) - self._free.capacity
+        if missing > 0:
+            if not self._may_grow:
+                raise AdapterError(
+                    f"The bank's arena has a fixed size of {self._free.capacity * UNIT_BYTES:,} "
+                    f"bytes, {num_bytes:,} were asked for: attach with a larger arena_bytes."
+                )
+            self._move(self._free.capacity + missing)
+
     def freeze(self) -> None:
         """Forbid growth from now on, so that every address stays valid."""
         self._may_grow = False
+
+    @property
+    def frozen(self) -> bool:
+        """True when the arena never moves again."""
+        return not self._may_grow
 
     @property
     def memory(self) -> BankMemory:
@@ -139,20 +177,32 @@ class AdapterBank:
         first = start * UNIT_BYTES // self.dtype.itemsize
         region = self._arena.data[first : first + packed.data.numel()]
         try:
+            row = self._pinned(packed.relocated(start, self.layout))
+            self.order.before_write()
             region.copy_(packed.data, non_blocking=True)
-            self.table[slot].copy_(packed.relocated(start, self.layout), non_blocking=True)
+            self._flip(slot, row)
         except BaseException:
             self._free.release(start, units)
             raise
-        self._arena.version += 1
         self._free_region(slot)
         self._regions[slot] = (start, units)
 
     def clear(self, slot: int) -> None:
         """Empty a slot: its row says "no delta", its region is free again."""
-        self.table[slot].copy_(self._empty)
-        self._arena.version += 1
+        self.order.before_write()
+        self._flip(slot, self._empty)
         self._free_region(slot)
+
+    def _flip(self, slot: int, row: torch.Tensor) -> None:
+        """Replace a slot's table row, for all layers by one copy; the host's ranks with it."""
+        self.table[slot].copy_(row, non_blocking=True)
+        self.order.after_write()
+        self._ranks[slot].copy_(self.layout.ranks(row))
+        for table in self._tables.values():
+            if not table.ever_used and bool(self.layout.ranks_of(self._ranks, table.site).any()):
+                table.host_cache["used"] = True
+                self.sites_version += 1
+        self._arena.version += 1
 
     def _free_region(self, slot: int) -> None:
         region = self._regions[slot]
@@ -180,9 +230,18 @@ class AdapterBank:
         The first has room for two adapters of this size, unless there is only one slot.
         """
         capacity = max(self._free.capacity + units, min(self.num_slots, 2) * units)
-        capacity = max(capacity, self._free.capacity * 3 // 2)
-        arena = self._new_arena(capacity)
-        arena[: self._arena.data.numel()].copy_(self._arena.data)
+        self._move(max(capacity, self._free.capacity * 3 // 2))
+
+    def _move(self, capacity: int) -> None:
+        """Move to a larger arena of ``capacity`` units. Rare, so the host may wait for the GPU.
+
+        Kernels of other streams have then ended before the old arena goes, and those that start
+        later find everything in the new one.
+        """
+        arena, old = self._new_arena(capacity), self._arena.data
+        self.order.synchronize()
+        arena[: old.numel()].copy_(old)
         self._arena.data = arena
         self._arena.version += 1
+        self.order.synchronize()
         self._free.grow(capacity)

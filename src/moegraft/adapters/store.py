@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,33 +12,10 @@ import torch
 
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.bind import BoundAdapter
+from moegraft.adapters.info import AdapterInfo, check_name, check_overflow, checksum_of
 from moegraft.adapters.report import BindReport
 from moegraft.errors import AdapterError
 from moegraft.factors import PackedAdapter, pack_adapter
-
-
-@dataclass(frozen=True)
-class AdapterInfo:
-    """What a caller may know about a stored adapter.
-
-    Attributes:
-        name: its name.
-        version: a number that is never used twice; changes with every load, so caches keyed by it
-            never serve an older content.
-        checksum: hexadecimal digest of the factors and scales as served.
-        report: how its tensors were bound.
-        slot: the bank slot it is in, None when it is only on the host.
-        num_bytes: bytes it takes in the bank.
-        pinned: True when it may not be evicted.
-    """
-
-    name: str
-    version: int
-    checksum: str
-    report: BindReport
-    slot: int | None
-    num_bytes: int
-    pinned: bool
 
 
 @dataclass
@@ -84,13 +60,13 @@ class AdapterStore:
             AdapterError: a bad name, a rank over the bank's maximum, or values that the model's
                 dtype can't hold. Nothing has changed then.
         """
-        _check_name(name)
+        check_name(name)
         self._bank.check_rank(name, bound.report.max_rank)
         pin = self._bank.device.type == "cuda"
         packed = pack_adapter(bound.factors, self._bank.layout, self._bank.dtype, pin)
         self._bank.check_fits(name, packed)
-        _check_overflow(name, packed)
-        checksum = _checksum(packed)
+        check_overflow(name, packed)
+        checksum = checksum_of(packed)
         with self._lock:
             entry = _Entry(name, next(self._versions), checksum, packed, bound.report)
             old = self._entries.get(name)
@@ -128,6 +104,9 @@ class AdapterStore:
     def use(self, names: Iterable[str | None]) -> Iterator[Mapping[str, int]]:
         """Bring adapters into slots and hold them there: name -> slot, None is left out.
 
+        On a GPU the batch belongs on the stream that is current at both ends of the block. Batches
+        on several streams may run at once: what one of them still reads is not overwritten.
+
         Raises:
             AdapterError: an unknown name, more distinct adapters than slots, or too few slots that
                 are neither in use nor pinned; nothing has changed then. Or an arena of fixed size
@@ -137,13 +116,39 @@ class AdapterStore:
         """
         with self._lock:
             entries = self._acquire(sorted({name for name in names if name is not None}))
+            self._bank.order.before_read()
         try:
             yield {entry.name: entry.slot for entry in entries if entry.slot is not None}
         finally:
             with self._lock:
+                self._bank.order.after_read()
                 for entry in entries:
                     entry.users -= 1
                     self._drop_if_done(entry)
+
+    def freeze(self) -> None:
+        """Let the bank's arena never move again, as graphs that hold its address need; once.
+
+        An arena that may still grow first gets room for as many adapters as there are slots, each
+        as large as the largest that was loaded so far. A larger one may then be refused.
+
+        Raises:
+            AdapterError: the device has no room for that; nothing has changed then.
+        """
+        with self._lock:
+            if self._bank.frozen:
+                return
+            largest = max((e.packed.num_bytes for e in self._entries.values()), default=0)
+            wanted = largest * self._bank.num_slots
+            try:
+                self._bank.reserve(wanted)
+            except torch.OutOfMemoryError as error:
+                raise AdapterError(
+                    f"CUDA graphs need an arena that never moves: room for {self._bank.num_slots} "
+                    f"adapters of {largest:,} bytes does not fit on the device; attach with a "
+                    "smaller max_adapters, or with arena_bytes."
+                ) from error
+            self._bank.freeze()
 
     def info(self, name: str) -> AdapterInfo:
         """Return what is known of an adapter; AdapterError for an unknown name."""
@@ -254,25 +259,3 @@ class AdapterStore:
             num_bytes=entry.packed.num_bytes,
             pinned=entry.pinned,
         )
-
-
-def _check_name(name: str) -> None:
-    """Names are labels, never paths; keep them printable and short."""
-    if not isinstance(name, str) or not name or len(name) > 256 or not name.isprintable():
-        raise AdapterError(f"{name!r} is not an adapter name: 1 to 256 printable characters.")
-
-
-def _check_overflow(name: str, packed: PackedAdapter) -> None:
-    """Refuse factors that are finite in their file but not in the model's dtype (float16)."""
-    if packed.data.dtype == torch.float16 and not bool(torch.isfinite(packed.data).all()):
-        count = int((~torch.isfinite(packed.data)).sum())
-        raise AdapterError(
-            f"Adapter {name!r} has {count} values beyond float16's range of 65504; load the model "
-            "in bfloat16 or float32 to serve it."
-        )
-
-
-def _checksum(packed: PackedAdapter) -> str:
-    digest = hashlib.blake2b(packed.row.numpy().tobytes(), digest_size=16)
-    digest.update(packed.data.view(torch.uint8).numpy().data)
-    return digest.hexdigest()

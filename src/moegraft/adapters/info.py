@@ -1,0 +1,59 @@
+"""What is known of a stored adapter, and what a name and its factors must be."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from moegraft.adapters.report import BindReport
+from moegraft.errors import AdapterError
+from moegraft.factors import PackedAdapter
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What a caller may know about a stored adapter.
+
+    Attributes:
+        name: its name.
+        version: a number that is never used twice; changes with every load, so caches keyed by it
+            never serve an older content.
+        checksum: hexadecimal digest of the factors and scales as served.
+        report: how its tensors were bound.
+        slot: the bank slot it is in, None when it is only on the host.
+        num_bytes: bytes it takes in the bank.
+        pinned: True when it may not be evicted.
+    """
+
+    name: str
+    version: int
+    checksum: str
+    report: BindReport
+    slot: int | None
+    num_bytes: int
+    pinned: bool
+
+
+def check_name(name: str) -> None:
+    """Names are labels, never paths; keep them printable and short."""
+    if not isinstance(name, str) or not name or len(name) > 256 or not name.isprintable():
+        raise AdapterError(f"{name!r} is not an adapter name: 1 to 256 printable characters.")
+
+
+def check_overflow(name: str, packed: PackedAdapter) -> None:
+    """Refuse factors that are finite in their file but not in the model's dtype (float16)."""
+    if packed.data.dtype == torch.float16 and not bool(torch.isfinite(packed.data).all()):
+        count = int((~torch.isfinite(packed.data)).sum())
+        raise AdapterError(
+            f"Adapter {name!r} has {count} values beyond float16's range of 65504; load the model "
+            "in bfloat16 or float32 to serve it."
+        )
+
+
+def checksum_of(packed: PackedAdapter) -> str:
+    """Return the hexadecimal digest of the factors and scales as served."""
+    digest = hashlib.blake2b(packed.row.numpy().tobytes(), digest_size=16)
+    digest.update(packed.data.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
