@@ -1,0 +1,72 @@
+"""``python -m moegraft.bench``: the same commands where typer and rich are not installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moegraft.bench import commands
+from moegraft.bench.options import AUTO, DECODE_TOKENS, decode_requests, suite_requests
+from moegraft.errors import MoegraftError
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; their options are those of ``moegraft bench``."""
+    top = argparse.ArgumentParser(prog="python -m moegraft.bench", description=__doc__)
+    found = top.add_subparsers(dest="command", required=True)
+
+    one = found.add_parser("decode", help="one MoE layer at decode sizes")
+    one.add_argument("--model", action="append", help="name or E,H,I,K; may be repeated")
+    one.add_argument("--tokens", default=DECODE_TOKENS)
+    one.add_argument("--rank", default="16")
+    one.add_argument("--adapters", default="8", help="adapters live in the batch")
+    one.add_argument("--slots", type=int, default=64)
+    one.add_argument("--kind", default="separate")
+    one.add_argument("--modes", default=AUTO)
+    one.add_argument("--suite", help="record or quick, in place of the options above")
+    one.add_argument("--cold", action="store_true")
+    one.add_argument("--repeats", type=int, default=50)
+    one.add_argument("--commit")
+    one.add_argument("--out", type=Path)
+    one.add_argument("--plot", type=Path)
+    one.add_argument("--json", action="store_true")
+    one.set_defaults(run=_decode)
+
+    two = found.add_parser("plot", help="pictures of records")
+    two.add_argument("records", type=Path, nargs="+")
+    two.add_argument("--to", type=Path, required=True)
+    two.add_argument("--json", action="store_true")
+    two.set_defaults(run=lambda a: commands.plot_records(a.records, a.to))
+    return top
+
+
+def _decode(a: argparse.Namespace) -> commands.Result:
+    models = a.model or ["q30", "q35"]
+    if a.suite:
+        requests = suite_requests(a.suite, models)
+    else:
+        requests = decode_requests(models, a.tokens, a.rank, a.adapters, a.slots, a.kind, a.modes)
+    return commands.decode(
+        requests, repeats=a.repeats, cold=a.cold, commit=a.commit, out=a.out, plot=a.plot
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 for a failed check, 2 for a user's error."""
+    arguments = parser().parse_args(argv)
+    try:
+        result: commands.Result = arguments.run(arguments)
+    except MoegraftError as error:
+        if arguments.json:
+            print(json.dumps({"error": str(error)}))
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(result.document, indent=2) if arguments.json else result.text)
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""What the commands do, for ``moegraft bench`` and for ``python -m moegraft.bench`` alike."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moegraft.bench import records
+from moegraft.bench.options import DecodeRequest
+from moegraft.errors import MoegraftError
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command found.
+
+    Attributes:
+        document: for ``--json``.
+        text: for people.
+        exit_code: 0, or 1 when something failed its check.
+    """
+
+    document: dict[str, Any]
+    text: str
+    exit_code: int = 0
+
+
+@contextmanager
+def progress() -> Iterator[Say]:
+    """Yield what shows on stderr what runs now: a spinner on a terminal with rich, else lines."""
+    try:
+        from rich.console import Console
+
+        console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    except ImportError:
+        console = None
+    if console is None or not console.is_terminal:
+        yield lambda text: print(f"{text} ...", file=sys.stderr, flush=True)
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+def decode(
+    requests: Sequence[DecodeRequest],
+    *,
+    repeats: int = 50,
+    cold: bool = False,
+    commit: str | None = None,
+    out: Path | None = None,
+    plot: Path | None = None,
+) -> Result:
+    """Measure decode requests; write records as they come, and pictures at the end.
+
+    Raises:
+        MoegraftError: no GPU, too little memory, or a file that can't be written.
+    """
+    from moegraft.bench.decode import DecodeSettings, run_decode, wrong
+    from moegraft.bench.harness import require_gpu
+    from moegraft.bench.report import decode_table
+
+    if repeats < 1:
+        raise MoegraftError(f"--repeats must be at least 1, got {repeats}.")
+    device = require_gpu()
+    found: list[records.Record] = []
+    with progress() as say:
+        for record in run_decode(requests, device, DecodeSettings(repeats, cold, commit), say):
+            found.append(record)
+            if out is not None:
+                records.append(out, record)
+    document: dict[str, Any] = {"records": records.rounded(found), "wrong": wrong(found)}
+    text = decode_table(found)
+    if plot is not None:
+        from moegraft.bench.plot import plot_decode
+
+        pictures = [str(path) for path in plot_decode(found, plot)]
+        document["pictures"] = pictures
+        text += "\nPictures: " + ", ".join(pictures)
+    return Result(document, text, exit_code=1 if document["wrong"] else 0)
+
+
+def plot_records(files: Sequence[Path], to: Path) -> Result:
+    """Draw pictures of records that were written before."""
+    from moegraft.bench.plot import plot_decode
+    from moegraft.bench.report import decode_table
+
+    found = records.read(files, records.DECODE)
+    if not found:
+        names = ", ".join(str(path) for path in files)
+        raise MoegraftError(f"There are no records of `bench decode` in {names}.")
+    pictures = [str(path) for path in plot_decode(found, to)]
+    text = decode_table(found) + "\nPictures: " + ", ".join(pictures)
+    return Result({"records": len(found), "pictures": pictures}, text)

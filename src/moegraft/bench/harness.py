@@ -1,0 +1,218 @@
+"""Timing by graph replay, and the limits of the machine as measured in the same run."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moegraft.errors import MoegraftError
+
+Run = Callable[[], None]
+#: Inputs are rotated so that this many times the L2 passes between two uses of the same bytes.
+L2_TIMES = 4
+#: Tiles of the read kernel that are tried: elements per step, steps, warps.
+_READ_TILES = ((4096, 16, 8), (4096, 8, 8), (2048, 16, 4), (8192, 8, 8))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one run: the median of many, and where 80 % of them lie."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(seconds: list[float], parts: int = 1) -> Timing:
+        """Summarise runs that each did ``parts`` equal parts; seconds per part."""
+        ordered = sorted(second / parts for second in seconds)
+        last = len(ordered) - 1
+        return Timing(ordered[len(ordered) // 2], ordered[last // 10], ordered[last - last // 10])
+
+    def record(self) -> dict[str, float]:
+        """Return it for a record, in microseconds."""
+        return {"us": self.median * 1e6, "us_low": self.low * 1e6, "us_high": self.high * 1e6}
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """What this device reached in this run.
+
+    Attributes:
+        read: bytes per second of the best pure read.
+        copy: bytes read plus written per second of the best copy.
+        dense: multiply-adds, counted as two, per second of the best dense bf16 product.
+        l2_bytes: size of the L2.
+    """
+
+    read: float
+    copy: float
+    dense: float
+    l2_bytes: int
+
+    def seconds(self, num_bytes: float, flops: float = 0.0) -> float:
+        """Return the least time for moving these bytes and doing this arithmetic."""
+        return max(num_bytes / self.read, flops / self.dense)
+
+    def record(self) -> dict[str, float]:
+        """Return them for a record."""
+        return {
+            "read_gb_s": self.read / 1e9,
+            "copy_gb_s": self.copy / 1e9,
+            "dense_tflops": self.dense / 1e12,
+            "l2_mb": self.l2_bytes / 1e6,
+        }
+
+
+def require_gpu() -> torch.device:
+    """Return the current CUDA device; MoegraftError when there is none."""
+    if not torch.cuda.is_available():
+        raise MoegraftError(
+            "There is no GPU here: torch sees no CUDA device, and these measurements need one. "
+            "`moegraft doctor` says what torch sees."
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Return the size of a device's L2; of a CPU, 0."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+class Timer:
+    """Times what runs on one device; on a CPU without graphs, for tests of the measurements.
+
+    Args:
+        device: where.
+        repeats: runs of which the median counts.
+    """
+
+    def __init__(self, device: torch.device, repeats: int = 50) -> None:
+        self.device = device
+        self.repeats = repeats
+
+    def capture(self, run: Run) -> Run:
+        """Run once to warm up, capture a graph, and return what replays it."""
+        if self.device.type != "cuda":
+            run()
+            return run
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        replay: Run = graph.replay
+        return replay
+
+    def measure(self, replay: Run, parts: int = 1) -> Timing:
+        """Time replays that follow one another without a pause.
+
+        Launching runs ahead of the device, so the cost of a launch shows only where the device
+        would wait for it too.
+        """
+        for _ in range(3):
+            replay()
+        if self.device.type != "cuda":
+            seconds = []
+            for _ in range(self.repeats):
+                start = time.perf_counter()
+                replay()
+                seconds.append(time.perf_counter() - start)
+            return Timing.of(seconds, parts)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(self.repeats + 1)]
+        events[0].record()
+        for event in events[1:]:
+            replay()
+            event.record()
+        torch.cuda.synchronize()
+        pairs = itertools.pairwise(events)
+        return Timing.of([a.elapsed_time(b) * 1e-3 for a, b in pairs], parts)
+
+    def measure_cold(self, replay: Run) -> Timing:
+        """Time replays that each find the L2 full of other bytes."""
+        size = max(L2_TIMES * l2_bytes(self.device), 1 << 20)
+        other = torch.empty(size, dtype=torch.uint8, device=self.device)
+        seconds, marks = [], []
+        for turn in range(self.repeats):
+            other.fill_(turn % 100)
+            if self.device.type != "cuda":
+                start = time.perf_counter()
+                replay()
+                seconds.append(time.perf_counter() - start)
+                continue
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            replay()
+            after.record()
+            marks.append((before, after))
+        if marks:
+            torch.cuda.synchronize()
+            seconds = [a.elapsed_time(b) * 1e-3 for a, b in marks]
+        return Timing.of(seconds)
+
+    def seconds(self, run: Run) -> float:
+        """Capture and time in one go."""
+        return self.measure(self.capture(run)).median
+
+
+def measure_limits(device: torch.device) -> MachineLimits:
+    """Measure read, copy and dense rates: over 4 GiB on a GPU, over little on a CPU."""
+    timer = Timer(device, repeats=10)
+    gpu = device.type == "cuda"
+    read, copy = _memory_rates(timer, 1 << (30 if gpu else 20))
+    dense = max(_dense_rate(timer, size) for size in ((4096, 8192, 16384) if gpu else (128,)))
+    return MachineLimits(read, copy, dense, l2_bytes(device))
+
+
+def _memory_rates(timer: Timer, elements: int) -> tuple[float, float]:
+    """Return bytes per second read, and copied (read plus written), over int32 elements."""
+    data = torch.ones(elements, dtype=torch.int32, device=timer.device)
+    source, target = data.chunk(2)
+
+    def run_copy() -> None:
+        target.copy_(source)
+
+    def run_sum() -> None:
+        data.sum()
+
+    gpu = timer.device.type == "cuda"
+    read = _best_read(timer, data) if gpu else timer.seconds(run_sum)
+    return 4 * elements / read, 4 * elements / timer.seconds(run_copy)
+
+
+def _best_read(timer: Timer, data: torch.Tensor) -> float:
+    from moegraft.bench.read_kernel import read_all
+
+    best = float("inf")
+    for block, turns, warps in _READ_TILES:
+        programs = data.numel() // (block * turns)
+        out = torch.empty(programs, dtype=torch.int32, device=data.device)
+
+        def run(
+            tile: tuple[int, int, int] = (block, turns, warps), out: torch.Tensor = out
+        ) -> None:
+            read_all(data, out, *tile)
+
+        best = min(best, timer.seconds(run))
+    return best
+
+
+def _dense_rate(timer: Timer, size: int) -> float:
+    """Return the rate of one square bf16 product."""
+    a, b = (torch.randn(size, size, device=timer.device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def run() -> None:
+        torch.mm(a, b, out=out)
+
+    return 2 * size**3 / timer.seconds(run)

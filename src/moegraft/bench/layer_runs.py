@@ -1,0 +1,162 @@
+"""A layer over the input sets of a case: run, captured, and checked before it is timed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from moegraft.bench.cases import DecodeCase
+from moegraft.bench.harness import Run, Timer
+from moegraft.call import Mode
+from moegraft.errors import MoegraftError
+from moegraft.layer import MoeLoraLayer
+from moegraft.reference import moe_lora_reference
+from moegraft.testing.compare import (
+    assert_bit_equal,
+    assert_close,
+    assert_delta_close,
+    relative_error,
+)
+from moegraft.testing.poison import poisoned_empty
+from moegraft.types import TokenSlots
+
+#: Rows of a batch that are compared with the reference, which takes them one by one.
+_CHECKED_ROWS = 16
+
+
+class WrongResultError(MoegraftError):
+    """A configuration is wrong, so none of its speeds may be reported."""
+
+
+class LayerRun:
+    """One layer called for every input set of a case.
+
+    Args:
+        case: the inputs.
+        mode: overlap mode; None = the plan's choice.
+        lora: False = calls without slots.
+
+    Raises:
+        PlanError: no backend runs it in that mode.
+    """
+
+    def __init__(self, case: DecodeCase, mode: Mode | None, lora: bool = True) -> None:
+        self.case = case
+        self.layer = MoeLoraLayer(case.weights, case.table, mode=mode)
+        self.plan = self.layer.plan(*case.sets[0].topk_ids.shape)
+        self.outs: list[torch.Tensor] = []
+        self._lora = lora
+
+    def call(self, index: int, lora: bool | None = None) -> torch.Tensor:
+        """Run one input set: ``[T, H]``."""
+        case, inputs = self.case, self.case.sets[index]
+        lora = self._lora if lora is None else lora
+        slots = TokenSlots(case.slots, case.live) if lora else None
+        return self.layer(inputs.x, inputs.topk_ids, inputs.topk_weights, slots)
+
+    def __call__(self) -> None:
+        """Run all input sets; their results stay in ``outs``, of a graph at fixed addresses."""
+        self.outs = [self.call(i) for i in range(len(self.case.sets))]
+
+
+class Expected:
+    """The reference of a case's first input set, for some rows spread over the batch."""
+
+    def __init__(self, case: DecodeCase) -> None:
+        tokens = case.slots.shape[0]
+        self.rows = torch.linspace(0, tokens - 1, min(tokens, _CHECKED_ROWS)).round().long()
+        rows = self.rows.to(case.slots.device)
+        s = case.sets[0]
+        inputs = (s.x[rows], s.topk_ids[rows], s.topk_weights[rows], case.weights)
+        factors = [
+            case.table.factors(slot) if slot in case.live else None
+            for slot in range(case.table.num_slots)
+        ]
+        self.base = moe_lora_reference(*inputs).cpu()
+        self.lora = moe_lora_reference(*inputs, factors, case.slots[rows].tolist()).cpu()
+
+    def check_base(self, base: torch.Tensor) -> dict[str, Any]:
+        """Compare the base alone; AssertionError when it is wrong."""
+        plain = base.cpu()[self.rows]
+        assert_close(plain, self.base, plain.dtype)
+        return {"rows": len(self.rows), "output_error": relative_error(plain, self.base)}
+
+    def check(self, lora: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
+        """Compare output, base and the delta alone; AssertionError when one is wrong."""
+        ours, plain = lora.cpu()[self.rows], base.cpu()[self.rows]
+        self.check_base(base)
+        assert_close(ours, self.lora, ours.dtype)
+        assert_delta_close(ours, plain, self.lora, self.base)
+        delta = ours.double() - plain.double()
+        return {
+            "rows": len(self.rows),
+            "output_error": relative_error(ours, self.lora),
+            "delta_error": relative_error(delta, self.lora.double() - self.base.double()),
+        }
+
+
+class CheckedRun:
+    """A captured layer run whose results were compared before anyone may time it.
+
+    Compared: output, base and delta alone with the reference, from memory that was poisoned where
+    the layer allocates it; the replayed graph with the eager call, bit by bit; the same graph with
+    all slots -1 with the layer's base, bit by bit.
+
+    Raises:
+        WrongResultError: something differs; says what.
+    """
+
+    def __init__(self, run: LayerRun, expected: Expected, timer: Timer) -> None:
+        self.run = run
+        self._timer = timer
+        try:
+            self._prepare(expected)
+        except AssertionError as error:
+            title = run.case.request.title()
+            raise WrongResultError(f"{title}, mode {run.plan.mode}: {error}") from error
+
+    def _prepare(self, expected: Expected) -> None:
+        run, slots = self.run, self.run.case.slots
+        with poisoned_empty():
+            self.eager, base = run.call(0).clone(), run.call(0, lora=False).clone()
+        self.checked = expected.check(self.eager, base)
+        self.replay: Run = self._timer.capture(run)
+        self.replay()
+        assert_bit_equal(run.outs[0], self.eager, "the graph and the eager call")
+        with self._all_base():
+            self.replay()
+            assert_bit_equal(run.outs[0], base, "a batch of base rows only and the base layer")
+        assert bool((slots >= 0).all()), "the slots were not restored"
+        self.checked["bits"] = "graph equals eager; all slots -1 equals base"
+
+    @contextlib.contextmanager
+    def _all_base(self) -> Any:
+        slots = self.run.case.slots
+        kept = slots.clone()
+        slots.fill_(-1)
+        try:
+            yield
+        finally:
+            slots.copy_(kept)
+
+    def measure(self, cold: bool) -> dict[str, Any]:
+        """Return microseconds per layer call: with the adapters, and with base rows only."""
+        parts = len(self.run.case.sets)
+        found: dict[str, Any] = self._timer.measure(self.replay, parts).record()
+        with self._all_base():
+            found["idle_us"] = self._timer.measure(self.replay, parts).median * 1e6
+        if cold:
+            found["cold_us"] = cold_us(self.run, self._timer)
+        return {**found, "checked": self.checked, "plan": self.run.plan.explain()}
+
+
+def cold_us(run: LayerRun, timer: Timer) -> float:
+    """Time the first input set alone, each time after other bytes went through the L2."""
+    kept: list[torch.Tensor] = []
+
+    def one() -> None:
+        kept[:] = [run.call(0)]
+
+    return timer.measure_cold(timer.capture(one)).median * 1e6

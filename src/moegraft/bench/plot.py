@@ -1,0 +1,305 @@
+"""Pictures of decode records: time, share of the limit, what LoRA keeps of the base's speed.
+
+Needs matplotlib: ``pip install -e '.[bench]'`` in the clone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moegraft.bench.peer_figures import SGLANG, SGLANG_VIRTUAL, VLLM
+from moegraft.bench.records import Record
+from moegraft.bench.shapes import MODELS
+from moegraft.errors import MoegraftError
+
+_INK, _FAINT = "#1f2328", "#d0d7de"
+_LIMIT, _BASE, _LORA, _TORCH = "#8c959f", "#57606a", "#0969da", "#bf8700"
+#: One hue per peer, so that a peer looks the same in every picture.
+_PEERS = {VLLM: "#cf222e", SGLANG: "#8250df", SGLANG_VIRTUAL: "#1a7f37"}
+_KINDS = {
+    "separate": "separate A",
+    "fused": "one A for gate and up",
+    "shared_outer": "shared outer",
+}
+#: Points between the names of two lines.
+_LABEL_STEP = 11
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line: its label, T -> value, colour, and how it is drawn (``-``, ``--``, ``:``)."""
+
+    label: str
+    points: dict[int, float]
+    colour: str
+    style: str = "-"
+    bold: bool = False
+
+
+def plot_decode(found: Sequence[Record], path: Path) -> tuple[Path, ...]:
+    """Draw three pictures; returns their files.
+
+    ``path`` ``decode.png`` gives ``decode.png`` (time), ``decode-limit.png`` (share of the limit)
+    and ``decode-retention.png`` (base's time over LoRA's). One panel per case that has several T.
+
+    Raises:
+        MoegraftError: no matplotlib, nothing to draw, or a file name that matplotlib refuses.
+    """
+    panels = _panels(found)
+    if not panels:
+        raise MoegraftError("There is nothing to draw: no case was measured at two or more T.")
+    plt = _pyplot()
+    with plt.rc_context(
+        {"font.size": 10, "axes.edgecolor": _FAINT, "axes.labelcolor": _INK, "text.color": _INK,
+         "xtick.color": _INK, "ytick.color": _INK, "font.family": "sans-serif"}
+    ):  # fmt: skip
+        return (
+            _draw(plt, panels, time_curves, path, "microseconds per layer", True),
+            _draw(plt, panels, share_curves, _named(path, "limit"), "% of the limit"),
+            _draw(plt, panels, kept_curves, _named(path, "retention"), "% of the base's speed"),
+        )
+
+
+def _named(path: Path, word: str) -> Path:
+    return path.with_name(f"{path.stem}-{word}{path.suffix}")
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MoegraftError(
+            "Pictures need matplotlib: pip install -e '.[bench]' in the clone of moegraft. The "
+            "records can be drawn later, on any machine, with `moegraft bench plot`."
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _panels(found: Sequence[Record]) -> list[tuple[str, list[Record]]]:
+    """Return title and records of each case, one record per T: the last with the plan's choice."""
+    cases: dict[tuple[Any, ...], dict[int, Record]] = {}
+    for record in found:
+        if main_mode(record) is None:
+            continue
+        names = ("model", "rank", "kind", "slots", "adapters")
+        key = tuple(record[name] for name in names)
+        known = cases.setdefault(key, {})
+        before = known.get(record["tokens"])
+        if before is None or not _chosen(before) or _chosen(record):
+            known[record["tokens"]] = record
+    panels = []
+    for key, by_tokens in cases.items():
+        if len(by_tokens) < 2:
+            continue
+        model, rank, kind, slots, live = key
+        title = MODELS[model].title if model in MODELS else model
+        adapters = f"{live} of {slots} adapters" if live > 1 else f"one adapter of {slots}"
+        panels.append(
+            (
+                f"{title}: rank {rank}, {_KINDS[kind]}, {adapters}",
+                [by_tokens[t] for t in sorted(by_tokens)],
+            )
+        )
+    return panels
+
+
+def main_mode(record: Record) -> str | None:
+    """Return the plan's own choice, else the first mode with figures; None when none has."""
+    timed = [name for name, m in record["modes"].items() if "us" in m]
+    chosen = [name for name in timed if record["modes"][name].get("chosen")]
+    return next(iter(chosen + timed), None)
+
+
+def _chosen(record: Record) -> bool:
+    return any(m.get("chosen") and "us" in m for m in record["modes"].values())
+
+
+def _ours(record: Record) -> dict[str, Any]:
+    mode = main_mode(record)
+    assert mode is not None
+    figures: dict[str, Any] = record["modes"][mode]
+    return figures
+
+
+def time_curves(rows: Sequence[Record]) -> list[Curve]:
+    """Return the lines of the first picture: limit, base, LoRA, torch's products, peers."""
+    curves = [
+        Curve("limit with LoRA", {r["tokens"]: r["limit_us"]["lora"] for r in rows}, _LIMIT, ":"),
+        Curve("moegraft base", {r["tokens"]: r["base"]["us"] for r in rows}, _BASE),
+        Curve("moegraft LoRA", {r["tokens"]: _ours(r)["us"] for r in rows}, _LORA, bold=True),
+        Curve(
+            "grouped_mm",
+            {r["tokens"]: r["grouped_mm_us"] for r in rows if r["grouped_mm_us"]},
+            _TORCH,
+            "--",
+        ),
+    ]
+    return curves + _peer_curves(rows, "lora_us")
+
+
+def share_curves(rows: Sequence[Record]) -> list[Curve]:
+    """Return the lines of the second picture: shares of the limit, in per cent."""
+    peers = [
+        Curve(
+            c.label,
+            {t: 100 * r["limit_us"]["lora"] / c.points[t]
+             for r in rows if (t := r["tokens"]) in c.points},
+            c.colour,
+            c.style,
+        )
+        for c in _peer_curves(rows, "lora_us")
+    ]  # fmt: skip
+    return [
+        Curve(
+            "moegraft base", {r["tokens"]: 100 * r["base"]["share_of_limit"] for r in rows}, _BASE
+        ),
+        Curve(
+            "LoRA", {r["tokens"]: 100 * _ours(r)["share_of_limit"] for r in rows}, _LORA, "-", True
+        ),
+        *peers,
+    ]
+
+
+def kept_curves(rows: Sequence[Record]) -> list[Curve]:
+    """Return the lines of the third picture: a system's base time over its LoRA time."""
+    peers = [
+        Curve(
+            c.label,
+            {t: 100 * base.points[t] / c.points[t] for t in c.points if t in base.points},
+            c.colour,
+            c.style,
+        )
+        for c, base in zip(
+            _peer_curves(rows, "lora_us"), _peer_curves(rows, "base_us"), strict=True
+        )
+    ]
+    ours = {r["tokens"]: 100 * _ours(r)["retention"] for r in rows}
+    bound = {r["tokens"]: 100 * r["limit_us"]["base"] / r["limit_us"]["lora"] for r in rows}
+    return [
+        Curve("limit", bound, _LIMIT, ":"),
+        Curve("moegraft LoRA", ours, _LORA, "-", True),
+        *(c for c in peers if c.points),
+    ]
+
+
+def _peer_curves(rows: Sequence[Record], which: str) -> list[Curve]:
+    """Return a line per stored peer with LoRA figures here; the same peers for every ``which``."""
+    systems = dict.fromkeys(
+        p["system"] for r in rows for p in r["peers"] if p["lora_us"] is not None
+    )
+    curves = []
+    for system in systems:
+        points = {
+            r["tokens"]: p[which]
+            for r in rows
+            for p in r["peers"]
+            if p["system"] == system and p[which] is not None
+        }
+        curves.append(Curve(system, points, _PEERS.get(system, _INK), "--"))
+    return curves
+
+
+def _draw(
+    plt: Any, panels: Any, curves_of: Any, path: Path, unit: str, time_axis: bool = False
+) -> Path:
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(6.4 * columns, 4.0 * lines), squeeze=False, facecolor="white"
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (title, rows) in zip(axes.flat, panels, strict=False):
+        _panel(
+            axis, title, rows, [c for c in curves_of(rows) if len(c.points) > 1], unit, time_axis
+        )
+    first = panels[0][1][0]
+    limits = first["limits"]
+    figure.text(
+        0.01, 0.004, f"{first['device']}, commit {first['commit']}; limit: touched bytes at "
+        f"{limits['read_gb_s'] / 1e3:.2f} TB/s read in the same run; dashed: stored figures of "
+        "peers, scaled by copy rate; grouped_mm: live, products only.",
+        fontsize=7.5, color=_BASE,
+    )  # fmt: skip
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise MoegraftError(f"The picture can't be written to {path}: {error}.") from error
+    finally:
+        plt.close(figure)
+    return path
+
+
+def _panel(
+    axis: Any, title: str, rows: Sequence[Record], curves: list[Curve], unit: str, time_axis: bool
+) -> None:
+    tokens = [r["tokens"] for r in rows]
+    axis.set_xscale("log", base=2)
+    if time_axis:
+        axis.set_yscale("log")
+    for curve in curves:
+        axis.plot(
+            list(curve.points), list(curve.points.values()), curve.style, color=curve.colour,
+            linewidth=2.4 if curve.bold else 1.4, marker="o", markersize=3.5 if curve.bold else 2.5,
+        )  # fmt: skip
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.set_xticks(tokens, [str(t) for t in tokens])
+    axis.minorticks_off()
+    axis.set_xlabel("tokens in the batch")
+    axis.set_ylabel(unit)
+    if not time_axis:
+        axis.set_ylim(0, 105)
+    else:
+        _plain_ticks(axis, [v for c in curves for v in c.points.values()])
+    axis.grid(color=_FAINT, linewidth=0.6)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    axis.set_xlim(tokens[0] * 0.9, tokens[-1] * (tokens[-1] / tokens[0]) ** 0.38)
+    _label(axis, curves)
+
+
+def _plain_ticks(axis: Any, values: list[float]) -> None:
+    marks = [m * 10**p for p in range(6) for m in (1, 2, 5)]
+    inside = [m for m in marks if min(values) * 0.8 <= m <= max(values) * 1.25]
+    axis.set_yticks(inside, [str(m) for m in inside])
+    axis.set_ylim(min(values) * 0.85, max(values) * 1.15)
+
+
+def _label(axis: Any, curves: list[Curve]) -> None:
+    """Write each line's name beside its end, moved apart where ends are close."""
+    axis.figure.canvas.draw()
+    height = axis.get_window_extent().height / axis.figure.dpi * 72  # points
+    to_axis = axis.transScale.transform
+    low, high = (to_axis((1, y))[1] for y in axis.get_ylim())
+    ends = sorted(
+        ((to_axis((1, c.points[max(c.points)]))[1] - low) / (high - low) * height, i)
+        for i, c in enumerate(curves)
+    )
+    placed = _apart([where for where, _ in ends], height)
+    for (where, index), at in zip(ends, placed, strict=True):
+        curve = curves[index]
+        axis.annotate(
+            curve.label, (max(curve.points), curve.points[max(curve.points)]),
+            xytext=(6, at - where), textcoords="offset points", va="center", fontsize=8.5,
+            color=curve.colour, fontweight="bold" if curve.bold else "normal",
+        )  # fmt: skip
+
+
+def _apart(ends: list[float], height: float) -> list[float]:
+    """Return ascending places at least a step apart, below ``height`` where there is room."""
+    placed: list[float] = []
+    for where in ends:
+        placed.append(max(where, placed[-1] + _LABEL_STEP) if placed else where)
+    top = height - 2.0
+    for i in reversed(range(len(placed))):
+        placed[i] = min(placed[i], top)
+        top = placed[i] - _LABEL_STEP
+    return placed

@@ -1,0 +1,80 @@
+"""Tables for people, in plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moegraft.bench.records import Record
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return columns padded to their widest cell; the first left, the others right."""
+    cells = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = []
+    for row in cells:
+        padded = [
+            c.ljust(w) if not i else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    lines.insert(1, "-" * max(len(line) for line in lines))
+    return "\n".join(lines)
+
+
+def decode_table(found: Sequence[Record]) -> str:
+    """Return decode records as a table: microseconds, and shares of the limit in per cent."""
+    if not found:
+        return "no records"
+    limits = found[0]["limits"]
+    head = (
+        f"{found[0]['device']}: read {limits['read_gb_s']:,.0f} GB/s, copy "
+        f"{limits['copy_gb_s']:,.0f} GB/s, dense bf16 {limits['dense_tflops']:,.0f} TFLOP/s. "
+        "Microseconds per layer; % = share of the limit."
+    )
+    header = (
+        "model", "T", "rank", "adapters", "kind", "mode", "limit", "base", "%", "LoRA", "%",
+        "idle", "kept", "grouped_mm", "best peer",
+    )  # fmt: skip
+    rows = [_row(record, mode) for record in found for mode in record["modes"]]
+    notes = [
+        f"{r['model']} T={r['tokens']} {name}: {m.get('note') or m.get('error')}"
+        for r in found
+        for name, m in r["modes"].items()
+        if "us" not in m
+    ]
+    return "\n".join([head, "", text_table(header, rows), *notes])
+
+
+def _row(record: Record, mode: str) -> list[str]:
+    base, figures, limit = record["base"], record["modes"][mode], record["limit_us"]
+    done = "us" in figures
+    best = best_peer(record)
+    return [
+        record["model"],
+        str(record["tokens"]),
+        str(record["rank"]),
+        f"{record['live']}/{record['slots']}",
+        record["kind"],
+        mode + ("*" if figures.get("chosen") else ""),
+        f"{limit['base']:.1f}/{limit['lora']:.1f}",
+        f"{base['us']:.1f}",
+        f"{100 * base['share_of_limit']:.0f}",
+        f"{figures['us']:.1f}" if done else "WRONG" if "error" in figures else "-",
+        f"{100 * figures['share_of_limit']:.0f}" if done else "",
+        f"{figures['idle_us']:.1f}" if done else "",
+        f"{100 * figures['retention']:.0f}" if done else "",
+        "-" if record["grouped_mm_us"] is None else f"{record['grouped_mm_us']:.0f}",
+        "-" if best is None else f"{_us(best['base_us'])}/{best['lora_us']:.0f} {best['system']}",
+    ]
+
+
+def _us(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0f}"
+
+
+def best_peer(record: Record) -> dict[str, Any] | None:
+    """Return the stored peer with the fastest LoRA of this case; None when there is none."""
+    with_lora = [p for p in record["peers"] if p["lora_us"] is not None]
+    return min(with_lora, key=lambda p: p["lora_us"], default=None)

@@ -1,0 +1,89 @@
+"""``moegraft bench``: measurements on a GPU, and pictures of their records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moegraft.bench.options import AUTO, DECODE_TOKENS, decode_requests, suite_requests
+from moegraft.cli.output import Outcome, stdout_console
+
+app = typer.Typer(
+    name="bench",
+    help="Measure on a GPU: a decode layer beside its limit and its peers, whole models.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Commit = Annotated[str | None, typer.Option(help="Written to the records; else asked from git.")]
+Out = Annotated[Path | None, typer.Option(help="Append a JSON line per result to this file.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    """Measure on a GPU: a decode layer beside its limit and its peers, whole models."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def outcome(result: object, as_json: bool) -> Outcome:
+    """Print a result's text, unless JSON was asked for, and pass it on."""
+    from moegraft.bench.commands import Result
+
+    assert isinstance(result, Result)
+    if not as_json:
+        stdout_console().print(result.text, soft_wrap=True)
+    return Outcome(result.document, result.exit_code)
+
+
+@app.command("decode")
+def decode(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a shape, or E,H,I,K; may be repeated. [default: q30, q35]"),
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Batch sizes T.")] = DECODE_TOKENS,
+    rank: Annotated[str, typer.Option(help="Ranks.")] = "16",
+    adapters: Annotated[str, typer.Option(help="Adapters that the batch uses.")] = "8",
+    slots: Annotated[int, typer.Option(help="Adapters that are loaded.")] = 64,
+    kind: Annotated[str, typer.Option(help="separate, fused, shared_outer.")] = "separate",
+    modes: Annotated[
+        str, typer.Option(help="auto, in_kernel, fused_serial, two_stream, serial.")
+    ] = AUTO,
+    suite: Annotated[
+        str | None, typer.Option(help="record or quick: a fixed list of cases per model.")
+    ] = None,
+    cold: Annotated[bool, typer.Option(help="Also single calls after a flush of the L2.")] = False,
+    repeats: Annotated[int, typer.Option(help="Replays; the median counts.")] = 50,
+    commit: Commit = None,
+    out: Out = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw FILE, FILE-limit and FILE-retention (png, svg, pdf).")
+    ] = None,
+    as_json: AsJson = False,
+) -> Outcome:
+    """Time one MoE layer: base, LoRA, its limit, torch's grouped products, peers' figures."""
+    from moegraft.bench import commands
+
+    models = model or ["q30", "q35"]
+    if suite is None:
+        requests = decode_requests(models, tokens, rank, adapters, slots, kind, modes)
+    else:
+        requests = suite_requests(suite, models)
+    result = commands.decode(
+        requests, repeats=repeats, cold=cold, commit=commit, out=out, plot=plot
+    )
+    return outcome(result, as_json)
+
+
+@app.command("plot")
+def plot(
+    records: Annotated[list[Path], typer.Argument(help="Files that --out wrote.")],
+    to: Annotated[Path, typer.Option(help="The first picture: png, svg or pdf.")],
+    as_json: AsJson = False,
+) -> Outcome:
+    """Draw pictures of records of `bench decode`, on any machine."""
+    from moegraft.bench import commands
+
+    return outcome(commands.plot_records(records, to), as_json)
