@@ -12,16 +12,20 @@ from triton.compiler import ASTSource
 from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
 from moegraft.backends.triton.grouped_gemm import grouped_gemm_kernel
+from moegraft.backends.triton.linear_lora import linear_lora_kernel
 from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kernel
 from moegraft.backends.triton.route import route_kernel
+from moegraft.backends.triton.token_segments import token_segments_kernel
 
 POINTERS = {
     "delta_ptr": "*fp32",
     "y_ptr": "*fp32",
     "topk_weights_ptr": "*fp32",
     "records_ptr": "*i64",
+    **{f"records{i}_ptr": "*i64" for i in range(4)},
 }
 BF16 = ("x_ptr", "weight_ptr", "bias_ptr", "h_ptr", "arena_ptr", "out_ptr")
+BF16 += tuple(f"out{i}_ptr" for i in range(4))
 CONSTANTS: dict[str, Any] = {
     "TOP_K": 8, "GATE_START": 0, "UP_START": 768, "COLUMN_STEP": 1, "GATED": True,
     "HAS_BIAS": False, "KIND": "silu", "ALPHA": 1.0, "HAS_LIMIT": False, "LIMIT": 0.0,
@@ -30,7 +34,8 @@ CONSTANTS: dict[str, Any] = {
     "BLOCK_I": 8, "BLOCK_J": 512, "BLOCK_E": 8, "CHOICES": 8, "NUM_EXPERTS": 128,
     "OUT_BY_PAIR": True, "WEIGHTED": True, "H_BY_PAIR": False, "SWAP": False,
     "SIDES": 2, "DELTA": "rows", "DENSE": False, "HAS_SLOTS": True, "PDL": True,
-    "weight_stride_k": 1,
+    "weight_stride_k": 1, "NUM_PROJECTIONS": 3, "MANY_RANKS": False, "ROWS": 16, "BLOCK_S": 32,
+    "BLOCK_G": 128,
 }  # fmt: skip
 
 
@@ -65,6 +70,12 @@ def main(capability: int) -> None:
         compile_kernel(lora_shrink_expand_kernel, capability, BLOCK_R=block_r)
     compile_kernel(finalize_kernel, capability)
     print("route, lora_shrink_expand, finalize")
+    compile_kernel(token_segments_kernel, capability, BLOCK_I=16, BLOCK_J=64)
+    compile_kernel(linear_lora_kernel, capability)
+    compile_kernel(linear_lora_kernel, capability, NUM_PROJECTIONS=1, EVEN_K=False)
+    compile_kernel(linear_lora_kernel, capability, NUM_PROJECTIONS=4, MANY_RANKS=True)
+    compile_kernel(linear_lora_kernel, capability, BLOCK_M=64)
+    print("token_segments, linear_lora")
 
 
 if __name__ == "__main__":
