@@ -83,7 +83,7 @@ def test_a_wrong_layer_is_never_timed() -> None:
     expected = Expected(case)
     draw_factors(case.table, case.live[0], torch.Generator().manual_seed(5))
     with pytest.raises(WrongResultError, match="output"):
-        CheckedRun(LayerRun(case, None), expected, Timer(CPU, 1))
+        CheckedRun(LayerRun.of_layer(case, None), expected, Timer(CPU, 1))
 
 
 def test_touched_bytes_are_counted_from_the_inputs() -> None:

@@ -14,7 +14,7 @@ from moegraft.bench.shapes import ModelShape
 from moegraft.bench.traffic import Traffic, expert_bytes, layer_traffic, reuse_bytes
 from moegraft.errors import MoegraftError
 from moegraft.factor_table import Arena, SiteTable
-from moegraft.factors import UNIT_BYTES, TableLayout, pack_adapter
+from moegraft.factors import RANK_I32, UNIT_BYTES, TableLayout, pack_adapter
 from moegraft.sites import Site, expert_site
 from moegraft.types import Activation, ExpertWeights, LoraFactor, SiteFactors, WeightLayout
 
@@ -126,11 +126,12 @@ def random_table(
     packed = pack_adapter({site.name: blank_factors(site, rank, kind)}, tables, torch.bfloat16)
     units = packed.num_bytes // UNIT_BYTES
     rows = torch.stack([packed.relocated(slot * units, tables) for slot in range(slots)])
+    ranks = tables.records(rows, site).view(torch.int32)[..., RANK_I32].clone()
     rows = rows.to(device)
     elements = (slots * units + 1) * UNIT_BYTES // 2
     arena = Arena(torch.zeros(elements, dtype=torch.bfloat16, device=device))
     expert_map = tables.expert_map(rows, site)
-    table = SiteTable(site, arena, tables.records(rows, site), expert_map, rank)
+    table = SiteTable(site, arena, tables.records(rows, site), expert_map, rank, host_ranks=ranks)
     generator = torch.Generator(device).manual_seed(seed)
     for slot in range(slots):
         draw_factors(table, slot, generator)

@@ -149,7 +149,7 @@ def measure_case(
         "base": base,
         "modes": modes,
         "grouped_mm_us": None if grouped is None else grouped * 1e6,
-        "live_peers": live_peers(case, LayerRun(case, "base", lora=False).call(0), timer),
+        "live_peers": live_peers(case, LayerRun.of_layer(case, "base", lora=False).call(0), timer),
         "peers": peers_of(
             shape.name, request.tokens, request.rank, request.live, request.kind, limits.copy
         ),
@@ -158,7 +158,7 @@ def measure_case(
 
 def _measure_base(case: DecodeCase, expected: Expected, timer: Timer, cold: bool) -> dict[str, Any]:
     """Check and time the layer made for no adapters."""
-    run = LayerRun(case, "base", lora=False)
+    run = LayerRun.of_layer(case, "base", lora=False)
     eager = run.call(0).clone()
     try:
         checked = expected.check_base(eager)
@@ -170,7 +170,7 @@ def _measure_base(case: DecodeCase, expected: Expected, timer: Timer, cold: bool
     found: dict[str, Any] = timer.measure(replay, len(case.sets)).record()
     if cold:
         found["cold_us"] = cold_us(run, timer)
-    return {**found, "checked": checked, "plan": run.plan.explain()}
+    return {**found, "checked": checked, "plan": run.plan}
 
 
 def _measure_mode(
@@ -183,10 +183,10 @@ def _measure_mode(
 ) -> tuple[str, dict[str, Any]]:
     """Check and time one mode; returns its name and figures, or ``note`` or ``error``."""
     try:
-        run = LayerRun(case, None if wanted == AUTO else cast(Mode, wanted))
+        run = LayerRun.of_layer(case, None if wanted == AUTO else cast(Mode, wanted))
     except PlanError as error:
         return wanted, {"note": str(error)}
-    name = run.plan.mode
+    name = run.name
     try:
         checked = CheckedRun(run, expected, timer)
         for pair in _TWINS:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from moegraft.bench.cases import DecodeCase
+from moegraft.bench.cases import DecodeCase, Inputs
 from moegraft.bench.harness import Run, Timer
 from moegraft.call import Mode
 from moegraft.errors import MoegraftError
@@ -22,6 +23,7 @@ from moegraft.testing.compare import (
 from moegraft.testing.poison import poisoned_empty
 from moegraft.types import TokenSlots
 
+LayerFunction = Callable[[Inputs, TokenSlots | None], torch.Tensor]
 #: Rows of a batch that are compared with the reference, which takes them one by one.
 _CHECKED_ROWS = 16
 
@@ -31,34 +33,61 @@ class WrongResultError(MoegraftError):
 
 
 class LayerRun:
-    """One layer called for every input set of a case.
+    """A way to call a layer, for every input set of a case.
 
     Args:
         case: the inputs.
-        mode: overlap mode; None = the plan's choice.
+        function: what is called with one set and slots (None = base only); gives ``[T, H]``.
+        name: of what runs, such as an overlap mode.
+        plan: what was chosen and why, for records.
         lora: False = calls without slots.
-
-    Raises:
-        PlanError: no backend runs it in that mode.
     """
 
-    def __init__(self, case: DecodeCase, mode: Mode | None, lora: bool = True) -> None:
+    def __init__(
+        self, case: DecodeCase, function: LayerFunction, name: str, plan: str, lora: bool = True
+    ) -> None:
         self.case = case
-        self.layer = MoeLoraLayer(case.weights, case.table, mode=mode)
-        self.plan = self.layer.plan(*case.sets[0].topk_ids.shape)
+        self.name = name
+        self.plan = plan
         self.outs: list[torch.Tensor] = []
+        self._function = function
         self._lora = lora
 
+    @staticmethod
+    def of_layer(case: DecodeCase, mode: Mode | None, lora: bool = True) -> LayerRun:
+        """Make one of a layer in an overlap mode; None = the plan's choice.
+
+        Raises:
+            PlanError: no backend runs it in that mode.
+        """
+        layer = MoeLoraLayer(case.weights, case.table, mode=mode)
+        plan = layer.plan(*case.sets[0].topk_ids.shape)
+
+        def function(inputs: Inputs, slots: TokenSlots | None) -> torch.Tensor:
+            return layer(inputs.x, inputs.topk_ids, inputs.topk_weights, slots)
+
+        return LayerRun(case, function, plan.mode, plan.explain(), lora)
+
     def call(self, index: int, lora: bool | None = None) -> torch.Tensor:
-        """Run one input set: ``[T, H]``."""
-        case, inputs = self.case, self.case.sets[index]
+        """Run one input set: ``[T, H]``; ``lora`` None = as this run was made."""
         lora = self._lora if lora is None else lora
-        slots = TokenSlots(case.slots, case.live) if lora else None
-        return self.layer(inputs.x, inputs.topk_ids, inputs.topk_weights, slots)
+        slots = TokenSlots(self.case.slots, self.case.live) if lora else None
+        return self._function(self.case.sets[index], slots)
 
     def __call__(self) -> None:
-        """Run all input sets; their results stay in ``outs``, of a graph at fixed addresses."""
-        self.outs = [self.call(i) for i in range(len(self.case.sets))]
+        """Run all input sets as graphs do; results stay in ``outs``, of a graph for good."""
+        self.outs = [self._function(inputs, self._graph_slots()) for inputs in self.case.sets]
+
+    def one(self) -> None:
+        """Run the first input set alone."""
+        self.outs = [self._function(self.case.sets[0], self._graph_slots())]
+
+    def _graph_slots(self) -> TokenSlots | None:
+        if not self._lora:
+            return None
+        if self.case.slots.device.type == "cuda":
+            return TokenSlots.captured(self.case.slots)
+        return TokenSlots(self.case.slots, self.case.live)
 
 
 class Expected:
@@ -115,7 +144,7 @@ class CheckedRun:
             self._prepare(expected)
         except AssertionError as error:
             title = run.case.request.title()
-            raise WrongResultError(f"{title}, mode {run.plan.mode}: {error}") from error
+            raise WrongResultError(f"{title}, {run.name}: {error}") from error
 
     def _prepare(self, expected: Expected) -> None:
         run, slots = self.run, self.run.case.slots
@@ -132,7 +161,7 @@ class CheckedRun:
         self.checked["bits"] = "graph equals eager; all slots -1 equals base"
 
     @contextlib.contextmanager
-    def _all_base(self) -> Any:
+    def _all_base(self) -> Iterator[None]:
         slots = self.run.case.slots
         kept = slots.clone()
         slots.fill_(-1)
@@ -149,14 +178,9 @@ class CheckedRun:
             found["idle_us"] = self._timer.measure(self.replay, parts).median * 1e6
         if cold:
             found["cold_us"] = cold_us(self.run, self._timer)
-        return {**found, "checked": self.checked, "plan": self.run.plan.explain()}
+        return {**found, "checked": self.checked, "plan": self.run.plan}
 
 
 def cold_us(run: LayerRun, timer: Timer) -> float:
     """Time the first input set alone, each time after other bytes went through the L2."""
-    kept: list[torch.Tensor] = []
-
-    def one() -> None:
-        kept[:] = [run.call(0)]
-
-    return timer.measure_cold(timer.capture(one)).median * 1e6
+    return timer.measure_cold(timer.capture(run.one)).median * 1e6
