@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from cpu_layer import DTYPES
+from moegraft.errors import MoegraftError
 from moegraft.factor_table import site_table
-from moegraft.linear import LinearLora
+from moegraft.linear import LinearLora, LinearLoraGroup
 from moegraft.reference import linear_lora_reference
-from moegraft.sites import linear_site
+from moegraft.sites import Site, linear_site
 from moegraft.testing import assert_bit_equal, assert_close, random_activations, random_factors
 from moegraft.types import TokenSlots
 
@@ -41,3 +42,36 @@ def test_it_knows_whether_any_live_adapter_has_a_delta_here() -> None:
     assert not linear.has_delta(TokenSlots.of([-1, -1]))
     assert not linear.has_delta(TokenSlots.of([0, 1]))
     assert linear.has_delta(TokenSlots.of([0, 1, 2]))
+
+
+def group(*sites: Site) -> tuple[LinearLoraGroup, list[LinearLora]]:
+    """Return a group of linears with one adapter, and the linears."""
+    linears = [
+        LinearLora(site_table(site, [random_factors(site, 2)]), torch.float32, torch.device("cpu"))
+        for site in sites
+    ]
+    return LinearLoraGroup(linears), linears
+
+
+def test_a_group_adds_what_its_linears_add() -> None:
+    together, linears = group(SITE, linear_site("q_proj", 11, 5))
+    x, slots = random_activations(3, 11, torch.float32), TokenSlots.of([0, -1, 0])
+    packed = random_activations(3, 11, torch.float32, seed=1)
+    outs, alone = packed.clone().split([6, 5], 1), packed.clone().split([6, 5], 1)
+    together.add_to(outs, x, slots)
+    for linear, out, expected in zip(linears, outs, alone, strict=True):
+        linear.add_to(expected, x, slots)
+        assert_bit_equal(out, expected)
+
+
+def test_a_group_refuses_what_does_not_fit_and_changes_nothing() -> None:
+    together, _ = group(SITE, linear_site("q_proj", 11, 5))
+    x, slots = torch.ones(3, 11), TokenSlots.of([0, 0, 0])
+    first, wrong = torch.zeros(3, 6), torch.zeros(3, 4)
+    with pytest.raises(MoegraftError, match=r"q_proj.*\(3, 4\)"):
+        together.add_to([first, wrong], x, slots)
+    with pytest.raises(MoegraftError, match="2 linears got 1 outputs"):
+        together.add_to([first], x, slots)
+    assert not first.any()
+    with pytest.raises(MoegraftError, match=r"router, o_proj.*one input size"):
+        group(SITE, linear_site("o_proj", 12, 5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -44,9 +45,8 @@ class LinearLora:
         return self._plan(num_tokens)
 
     def has_delta(self, slots: TokenSlots) -> bool:
-        """True when any live adapter has a factor here (reads the table on the host)."""
-        ranks = self.table.ranks[:, 0].tolist()
-        return any(ranks[slot] > 0 for slot in slots.live)
+        """True when any live adapter has a factor here; reads the host's memory only."""
+        return self.table.has_delta(slots)
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor, slots: TokenSlots) -> None:
         """Add the delta to ``out`` in place; rows of slot -1 keep their bits.
@@ -59,6 +59,12 @@ class LinearLora:
         Raises:
             MoegraftError: rows, widths or slots disagree.
         """
+        self.check(out, x, slots)
+        if slots.live:
+            self.plan(x.shape[0]).stages.linear_lora(x, self.table, slots, out)
+
+    def check(self, out: torch.Tensor, x: torch.Tensor, slots: TokenSlots) -> None:
+        """Raise :class:`MoegraftError` unless :meth:`add_to` can take these."""
         if not (out.shape[0] == x.shape[0] == slots.num_tokens):
             raise MoegraftError(
                 f"{self.table.site.name}: {x.shape[0]} input rows, {out.shape[0]} output rows and "
@@ -72,8 +78,54 @@ class LinearLora:
                 f"[T, {sizes.out_features}]."
             )
         self.table.check_live(slots)
+
+
+class LinearLoraGroup:
+    """Linears that read the same x, such as q, k and v: on a GPU one launch serves up to four.
+
+    Args:
+        linears: one or more; the first one's plan serves all.
+
+    Raises:
+        MoegraftError: they differ in their input size or their backend.
+
+    Example: an engine whose ``qkv = W x`` is one product passes its columns, as views:
+    ``group.add_to(qkv.split([q_size, k_size, v_size], dim=1), x, slots)``.
+    """
+
+    def __init__(self, linears: Sequence[LinearLora]) -> None:
+        self.linears = tuple(linears)
+        kinds = {
+            (linear.table.site.projections[0].in_features, linear.plan(1).backend)
+            for linear in self.linears
+        }
+        if len(kinds) != 1:
+            names = ", ".join(linear.table.site.name for linear in self.linears)
+            raise MoegraftError(
+                f"A group of linears ({names}) needs one input size and one backend; "
+                f"got {sorted(kinds)}."
+            )
+        self._tables = tuple(linear.table for linear in self.linears)
+
+    def add_to(self, outs: Sequence[torch.Tensor], x: torch.Tensor, slots: TokenSlots) -> None:
+        """Add each linear's delta to its out in place; rows of slot -1 keep their bits.
+
+        Args:
+            outs: per linear ``[T, out_features]``, all base products done. They may be columns of
+                one tensor, and may not overlap.
+            x: ``[T, in_features]`` their input.
+            slots: adapter slot per row.
+
+        Raises:
+            MoegraftError: rows, widths, slots or the number of outs disagree; nothing has changed.
+        """
+        if len(outs) != len(self.linears):
+            raise MoegraftError(f"{len(self.linears)} linears got {len(outs)} outputs.")
+        for linear, out in zip(self.linears, outs, strict=True):
+            linear.check(out, x, slots)
         if slots.live:
-            self.plan(x.shape[0]).stages.linear_lora(x, self.table, slots, out)
+            stages = self.linears[0].plan(x.shape[0]).stages
+            stages.linear_lora_group(x, self._tables, slots, outs)
 
 
 def _plan_linear(site: Site, where: tuple[str, str], backend: str | None, num_tokens: int) -> Plan:

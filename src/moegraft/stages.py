@@ -11,6 +11,7 @@ Letters are those of :mod:`moegraft.types`; ``N`` is the number of local pairs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -173,4 +174,14 @@ class Stages(Protocol):
     ) -> None:
         """``out[t] += scale * B[slot_t] (A[slot_t] x[t])`` in place; rows without a delta are not
         touched. ``x`` ``[T, in]``, ``out`` ``[T, out]`` in the host's dtype, summed in fp32."""
+        ...
+
+    def linear_lora_group(
+        self,
+        x: torch.Tensor,
+        tables: Sequence[SiteTable],
+        slots: TokenSlots,
+        outs: Sequence[torch.Tensor],
+    ) -> None:
+        """``linear_lora`` of several linears that read the same x; a backend may fuse them."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,6 +82,17 @@ class CpuStages:
             linear_stacked(x, stack, slots, out, table.arena.version)
         else:
             linear_lora(x, table, slots, out, gathered=self._otherwise == "gathered")
+
+    def linear_lora_group(
+        self,
+        x: torch.Tensor,
+        tables: Sequence[SiteTable],
+        slots: TokenSlots,
+        outs: Sequence[torch.Tensor],
+    ) -> None:
+        """See :meth:`moegraft.stages.Stages.linear_lora_group`; one after the other."""
+        for table, out in zip(tables, outs, strict=True):
+            self.linear_lora(x, table, slots, out)
 
     @property
     def _otherwise(self) -> str:
