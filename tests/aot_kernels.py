@@ -32,7 +32,8 @@ CONSTANTS: dict[str, Any] = {
     "UP_SHIFT": 0.0, "UNIT": 8, "EVEN_K": True, "X_BY_TOKEN": True, "X_ROWS": "rows",
     "EVEN_N": True, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_R": 16, "BLOCK_H": 256,
     "BLOCK_I": 8, "BLOCK_J": 512, "BLOCK_E": 8, "CHOICES": 8, "NUM_EXPERTS": 128,
-    "OUT_BY_PAIR": True, "WEIGHTED": True, "H_BY_PAIR": False, "SWAP": False,
+    "OUT_BY_PAIR": True, "AFTER_H": True, "PREFETCH": True, "DOWN": False, "BLOCK_ROWS": 16,
+    "WEIGHTED": True, "H_BY_PAIR": False, "SWAP": False,
     "SIDES": 2, "DELTA": "rows", "DENSE": False, "HAS_SLOTS": True, "PDL": True,
     "weight_stride_k": 1, "NUM_PROJECTIONS": 3, "MANY_RANKS": False, "ROWS": 16, "BLOCK_S": 32,
     "BLOCK_G": 128,
@@ -66,8 +67,8 @@ def main(capability: int) -> None:
         print(f"gate_up_activation, grouped_gemm delta={delta}")
     for dense in (True, False):
         compile_kernel(route_kernel, capability, DENSE=dense)
-    for block_r in (16, 64):
-        compile_kernel(lora_shrink_expand_kernel, capability, BLOCK_R=block_r)
+    for block_r, down in ((16, False), (64, True)):
+        compile_kernel(lora_shrink_expand_kernel, capability, BLOCK_R=block_r, DOWN=down)
     compile_kernel(finalize_kernel, capability)
     print("route, lora_shrink_expand, finalize")
     compile_kernel(token_segments_kernel, capability, BLOCK_I=16, BLOCK_J=64)

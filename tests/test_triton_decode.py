@@ -61,7 +61,7 @@ def run(case: LayerCase, base: bool = False, config: FusedConfig = CONFIG) -> to
     for buffer in (ws.h, ws.y, ws.delta_gate_up, ws.delta_down):
         assert buffer is not None
         buffer.fill_(torch.nan)
-    for buffer in (ws.row_flags, ws.pair_segment, ws.block_info, ws.row_pair, ws.pair_row):
+    for buffer in (ws.row_flags, ws.segments, ws.block_info, ws.counters, ws.row_pair, ws.pair_row):
         buffer.fill_(1 << 20)
     call = LayerCall(
         case.x,

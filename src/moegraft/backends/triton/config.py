@@ -29,6 +29,8 @@ class FusedConfig:
         gate_up, down: tiles of the two GEMM launches.
         delta: tile of the two lora_shrink_expand launches: block_k of the shrink, block_n of the
             expand.
+        delta_programs: programs of those launches at most.
+        prefetch: ask the L2 for down's weights before h is there (few tokens; out-major weights).
         pdl: programmatic dependent launch (Hopper and newer).
     """
 
@@ -36,4 +38,6 @@ class FusedConfig:
     gate_up: GemmConfig
     down: GemmConfig
     delta: GemmConfig = GemmConfig(128, 128, 4, 4)
+    delta_programs: int = 264
+    prefetch: bool = False
     pdl: bool = False

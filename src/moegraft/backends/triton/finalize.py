@@ -22,6 +22,7 @@ def finalize_kernel(
     PDL: tl.constexpr,
 ):
     """``out[t] = scale * sum_k y[t*K + k]`` over the local pairs, fp32, in a fixed order."""
+    launch_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < hidden
@@ -29,7 +30,6 @@ def finalize_kernel(
     pairs = token * TOP_K + choice
     row = tl.load(pair_row_ptr + pairs, mask=choice < TOP_K, other=-1, cache_modifier=".cg")
     launch_wait(PDL)
-    launch_next(PDL)
     y = tl.load(
         y_ptr + pairs[:, None] * hidden + columns[None, :],
         mask=(row >= 0)[:, None] & mask[None, :],

@@ -44,10 +44,10 @@ def run_layer(
     if lora:
         assert table is not None
         run_delta(x, weights, table, ws, top_k, config, down=False)
-    run_gate_up(x, weights, ws, top_k, config, lora)
+    run_gate_up(x, weights, ws, top_k, config, slots)
     if lora:
         assert table is not None
         run_delta(ws.h, weights, table, ws, top_k, config, down=True)
-    run_down(call.topk_weights, weights, ws, config, lora)
+    run_down(call.topk_weights, weights, ws, config, slots)
     run_finalize(ws, out, top_k, call.scale, config)
     return out

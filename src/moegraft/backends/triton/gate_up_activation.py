@@ -13,7 +13,13 @@ import triton.language as tl
 
 from moegraft.backends.triton.activation import gated, pointwise
 from moegraft.backends.triton.delta import add_delta
-from moegraft.backends.triton.sync import launch_next, launch_wait
+from moegraft.backends.triton.sync import (
+    launch_end,
+    launch_next,
+    launch_wait,
+    signal,
+    wait_for,
+)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_rows"])
@@ -26,6 +32,9 @@ def gate_up_activation_kernel(
     row_flags_ptr,  # [2 (1), rows] int32
     row_pair_ptr,
     block_info_ptr,
+    slots_ptr,  # [T] int32; only read for DELTA "rows"
+    delta_counter_ptr,  # [blocks]
+    h_counter_ptr,  # [blocks]
     hidden,
     intermediate,
     x_stride,
@@ -66,6 +75,7 @@ def gate_up_activation_kernel(
     info = tl.load(block_info_ptr + block, cache_modifier=".cg")
     live_rows = info % 256
     if live_rows == 0:
+        launch_end(PDL)
         return
     expert = (info // 256).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
@@ -126,7 +136,12 @@ def gate_up_activation_kernel(
             gate += more.to(tl.float32)[None, :]
 
     if DELTA != "none":
-        launch_wait(PDL)
+        if DELTA == "rows":
+            slots = tl.load(slots_ptr + tokens, mask=row_mask, other=-1)
+            expected = tl.sum((slots >= 0).to(tl.int32), 0) * (2 if GATED else 1)
+            wait_for(delta_counter_ptr + block, expected, PDL)
+        else:
+            launch_wait(PDL)
         delta_rows = pairs if DELTA == "pairs" else rows
         sides: tl.constexpr = 2 if GATED else 1
         delta = delta_ptr + delta_rows.to(tl.int64)[:, None] * (sides * intermediate)
@@ -145,3 +160,5 @@ def gate_up_activation_kernel(
     h_rows = pairs if H_BY_PAIR else rows
     h_ptrs = h_ptr + h_rows.to(tl.int64)[:, None] * intermediate + columns[None, :]
     tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+    signal(h_counter_ptr + block, 1, PDL)
+    launch_end(PDL)

@@ -11,10 +11,16 @@ import triton
 import triton.language as tl
 
 from moegraft.backends.triton.delta import add_delta
-from moegraft.backends.triton.sync import launch_next, launch_wait
+from moegraft.backends.triton.sync import (
+    launch_end,
+    launch_next,
+    launch_wait,
+    prefetch_rows,
+    wait_for,
+)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles", "h_tiles"])
 def grouped_gemm_kernel(
     x_ptr,  # [rows, K], [P, K] or [T, K]; see X_ROWS
     weight_ptr,  # [E, N, K] by strides
@@ -25,6 +31,10 @@ def grouped_gemm_kernel(
     row_flags_ptr,  # [rows] int32
     row_pair_ptr,
     block_info_ptr,
+    slots_ptr,  # [T] int32; only read for DELTA "rows"
+    delta_counter_ptr,  # [blocks]
+    h_counter_ptr,  # [blocks]
+    h_tiles,  # what a block's counter reaches when its rows of x are there
     size_n,
     size_k,
     x_stride,
@@ -34,6 +44,8 @@ def grouped_gemm_kernel(
     bias_stride,
     num_tiles,
     TOP_K: tl.constexpr,
+    AFTER_H: tl.constexpr,  # x is h of this layer: wait for a block's rows, not for the launch
+    PREFETCH: tl.constexpr,  # ask the L2 for the weights before that wait
     X_ROWS: tl.constexpr,  # "rows", "pairs" or "tokens"
     OUT_BY_PAIR: tl.constexpr,
     WEIGHTED: tl.constexpr,  # multiply by the routing weight
@@ -48,7 +60,7 @@ def grouped_gemm_kernel(
     PDL: tl.constexpr,
 ):
     """See the top of the file."""
-    if DELTA == "none":
+    if not AFTER_H:
         launch_wait(PDL)
     launch_next(PDL)
     pid = tl.program_id(0)
@@ -58,6 +70,7 @@ def grouped_gemm_kernel(
     info = tl.load(block_info_ptr + block, cache_modifier=".cg")
     live_rows = info % 256
     if live_rows == 0:
+        launch_end(PDL)
         return
     expert = (info // 256).to(tl.int64)
     rows = block * BLOCK_M + m
@@ -80,6 +93,11 @@ def grouped_gemm_kernel(
         + columns.to(tl.int64)[:, None] * weight_stride_n
         + k[None, :] * weight_stride_k
     )
+    if AFTER_H:
+        if PREFETCH:
+            first = weight_ptr + expert * weight_stride_e
+            prefetch_rows(first + columns.to(tl.int64) * weight_stride_n, size_k * 2, PDL)
+        wait_for(h_counter_ptr + block, h_tiles, PDL)
     if SWAP:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
@@ -109,7 +127,11 @@ def grouped_gemm_kernel(
 
     mask = row_mask[:, None] & column_mask[None, :]
     if DELTA != "none":
-        launch_wait(PDL)
+        if DELTA == "rows":
+            slots = tl.load(slots_ptr + pairs // TOP_K, mask=row_mask, other=-1)
+            wait_for(delta_counter_ptr + block, tl.sum((slots >= 0).to(tl.int32), 0), PDL)
+        else:
+            launch_wait(PDL)
         delta_rows = pairs if DELTA == "pairs" else rows
         delta = delta_ptr + delta_rows.to(tl.int64)[:, None] * size_n + columns[None, :]
         acc = add_delta(acc, delta, mask, row_flags_ptr, rows, row_mask, DELTA)
@@ -119,3 +141,4 @@ def grouped_gemm_kernel(
     out_rows = pairs if OUT_BY_PAIR else rows
     out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * size_n + columns[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    launch_end(PDL)

@@ -41,7 +41,7 @@ def run_route(
     expert_programs = 0 if dense else triton.cdiv(num_experts + 1, block_e)
     route_kernel[(pair_programs + expert_programs,)](
         topk_ids, ws.pair_row if slots is None else slots,
-        ws.row_pair, ws.pair_row, ws.pair_segment, ws.row_flags, ws.block_info,
+        ws.row_pair, ws.pair_row, ws.segments, ws.row_flags, ws.block_info, ws.counters,
         pairs, expert_offset, ws.num_blocks, pair_programs,
         TOP_K=topk_ids.shape[1], NUM_EXPERTS=num_experts, BLOCK_M=config.block_m, BLOCK_I=block_i,
         BLOCK_J=min(512, triton.next_power_of_2(pairs)), BLOCK_E=block_e, DENSE=dense,
@@ -66,17 +66,24 @@ def run_delta(
     assert out is not None and table.expert_map is not None
     records = table.records[:, first:]
     size_k, size_n = x.shape[1], out.shape[1] // sides
-    lora_shrink_expand_kernel[(ws.num_pairs * sides,)](
-        x, out, ws.row_flags[2 if down else 0], table.arena.data, ws.pair_segment, ws.row_pair,
-        records, records.view(torch.int32), table.expert_map,
+    units = ws.num_pairs * sides
+    lora_shrink_expand_kernel[(min(units, config.delta_programs),)](
+        x, out, ws.row_flags[2 if down else 0], table.arena.data, ws.segments, ws.row_pair,
+        records, records.view(torch.int32), table.expert_map, ws.counters[2 if down else 0],
+        ws.counters[1], gate_up_tiles(weights, config), units,
         size_k, size_n, x.stride(0), table.records.stride(0), table.expert_map.stride(0),
         ws.row_flags.shape[1], table.num_slots,
-        TOP_K=top_k, X_BY_TOKEN=not down, SIDES=sides,
+        TOP_K=top_k, DOWN=down, SIDES=sides, BLOCK_ROWS=config.block_m,
         UNIT=UNIT_BYTES // table.arena.data.element_size(),
         EVEN_K=size_k % tile.block_k == 0, EVEN_N=size_n % tile.block_n == 0,
         BLOCK_M=SEGMENT_ROWS, BLOCK_R=block_r(table.max_rank), BLOCK_K=tile.block_k,
         BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages, **_pdl(config),
     )  # fmt: skip
+
+
+def gate_up_tiles(weights: ExpertWeights, config: FusedConfig) -> int:
+    """Return how many programs write h of one block."""
+    return triton.cdiv(weights.intermediate, config.gate_up.block_n)
 
 
 def block_r(max_rank: int) -> int:
@@ -90,25 +97,26 @@ def run_gate_up(
     ws: Workspace,
     top_k: int,
     config: FusedConfig,
-    lora: bool,
+    slots: torch.Tensor | None,
 ) -> None:
-    """Launch gate_up_activation; ``lora`` adds the delta that :func:`run_delta` left."""
+    """Launch gate_up_activation; with slots it adds the delta that :func:`run_delta` left."""
     tile, layout, act = config.gate_up, weights.layout, weights.activation
     inter, hidden = weights.intermediate, weights.hidden
     up = layout.columns("up", inter)
     gate = layout.columns("gate", inter) if layout.gated else up
     w = weights.gate_up_oi
     bias = weights.gate_up_bias
-    tiles = triton.cdiv(inter, tile.block_n)
+    tiles = gate_up_tiles(weights, config)
     gate_up_activation_kernel[(ws.num_blocks * tiles,)](
         x, weights.gate_up, bias, ws.h, ws.delta_gate_up, ws.row_flags, ws.row_pair, ws.block_info,
+        slots, ws.counters[0], ws.counters[1],
         hidden, inter, x.stride(0), w.stride(0), w.stride(1), w.stride(2),
         0 if bias is None else bias.stride(0), tiles, ws.row_flags.shape[1],
         TOP_K=top_k, GATE_START=gate.start, UP_START=up.start, COLUMN_STEP=up.step or 1,
         GATED=layout.gated, HAS_BIAS=bias is not None,
         KIND=act.kind, ALPHA=act.alpha, UP_SHIFT=act.up_shift,
         HAS_LIMIT=act.limit is not None, LIMIT=act.limit or 0.0,
-        DELTA="rows" if lora else "none", H_BY_PAIR=False,
+        DELTA="none" if slots is None else "rows", H_BY_PAIR=False,
         EVEN_K=hidden % tile.block_k == 0, EVEN_N=inter % tile.block_n == 0, SWAP=tile.swap,
         BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **_pdl(config),
@@ -120,20 +128,22 @@ def run_down(
     weights: ExpertWeights,
     ws: Workspace,
     config: FusedConfig,
-    lora: bool,
+    slots: torch.Tensor | None,
 ) -> None:
-    """Launch down with the routing weight; ``lora`` adds the delta that :func:`run_delta` left."""
+    """Launch down with the routing weight; with slots it adds the delta of :func:`run_delta`."""
     tile, w = config.down, weights.down_oi
     inter, hidden = weights.intermediate, weights.hidden
     bias = weights.down_bias
     tiles = triton.cdiv(hidden, tile.block_n)
     grouped_gemm_kernel[(ws.num_blocks * tiles,)](
         ws.h, weights.down, bias, topk_weights, ws.y, ws.delta_down, ws.row_flags[2],
-        ws.row_pair, ws.block_info,
+        ws.row_pair, ws.block_info, slots, ws.counters[2], ws.counters[1],
+        gate_up_tiles(weights, config),
         hidden, inter, ws.h.stride(0), w.stride(0), w.stride(1), w.stride(2),
         0 if bias is None else bias.stride(0), tiles,
-        TOP_K=1, X_ROWS="rows", OUT_BY_PAIR=True, WEIGHTED=True, HAS_BIAS=bias is not None,
-        DELTA="rows" if lora else "none",
+        TOP_K=topk_weights.shape[1], AFTER_H=True, PREFETCH=config.prefetch,
+        X_ROWS="rows", OUT_BY_PAIR=True, WEIGHTED=True, HAS_BIAS=bias is not None,
+        DELTA="none" if slots is None else "rows",
         EVEN_K=inter % tile.block_k == 0, EVEN_N=hidden % tile.block_n == 0, SWAP=tile.swap,
         BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **_pdl(config),

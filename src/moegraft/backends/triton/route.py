@@ -4,9 +4,9 @@ Every program finds the place of its own pairs by counting: it reads all P keys 
 that come before. No atomics, no program waits for another, nothing comes back to the host.
 
 Blocks are per expert, ``BLOCK_M`` rows each; rows of a block are sorted by slot (-1 first), then by
-pair number, so an adapter's rows are one run, a *segment*, known by its first row. The pair at that
-row carries the segment in ``pair_segment`` int32 ``[P, 4]``: its first row, the row behind its
-last, slot, local expert; a first row of -1 for every other pair, and for segments of slot -1.
+pair number, so an adapter's rows are one run, a *segment*. ``segments`` int32 ``[P, 4]`` has an
+entry per pair in the order of the rows: first row of the segment, the row behind its last, slot,
+local expert. The first row is -1 unless the pair opens a segment with a slot.
 
 Block numbers: with few pairs they are dense. With many, expert e's blocks start at
 ``(pairs of earlier experts) // BLOCK_M + e``, which never overlap and need no prefix sum over
@@ -26,14 +26,18 @@ def _load_keys(
     topk_ids_ptr, slots_ptr, i, num_pairs, expert_offset, TOP_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, HAS_SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Return (local expert or NUM_EXPERTS, slot) of pairs ``i``."""
+    """Return (local expert, slot) of pairs ``i``.
+
+    The expert is NUM_EXPERTS for pairs that are not local, and one more past the last pair: these
+    sort behind all others.
+    """
     in_range = i < num_pairs
     expert = tl.load(topk_ids_ptr + i, mask=in_range, other=-1).to(tl.int32) - expert_offset
     local = in_range & (expert >= 0) & (expert < NUM_EXPERTS)
     slot = tl.zeros_like(i) - 1
     if HAS_SLOTS:
         slot = tl.load(slots_ptr + i // TOP_K, mask=in_range, other=-1)
-    return tl.where(local, expert, NUM_EXPERTS), slot
+    return tl.where(local, expert, tl.where(in_range, NUM_EXPERTS, NUM_EXPERTS + 1)), slot
 
 
 @triton.jit(do_not_specialize=["num_pairs", "expert_offset", "num_blocks", "pair_programs"])
@@ -42,9 +46,10 @@ def route_kernel(
     slots_ptr,  # [T] int32
     row_pair_ptr,  # [rows] int32 out
     pair_row_ptr,  # [P] int32 out, -1 = not local
-    pair_segment_ptr,  # [P, 4] int32 out, see above; not written without slots
+    segments_ptr,  # [P, 4] int32 out, see above; not written without slots
     row_flags_ptr,  # [3, rows] int32 out: 0; lora_shrink_expand sets those that get a delta
     block_info_ptr,  # [blocks] int32 out: expert * 256 + rows
+    counters_ptr,  # [3, blocks] int32 out: 0; see Workspace
     num_pairs,
     expert_offset,
     num_blocks,
@@ -60,12 +65,12 @@ def route_kernel(
     PDL: tl.constexpr,
 ):
     """See the top of the file."""
-    launch_wait(PDL)
     launch_next(PDL)
+    launch_wait(PDL)
     pid = tl.program_id(0)
     if pid >= pair_programs:
         _write_blocks(
-            pid - pair_programs, topk_ids_ptr, slots_ptr, block_info_ptr, num_pairs,
+            pid - pair_programs, topk_ids_ptr, slots_ptr, block_info_ptr, counters_ptr, num_pairs,
             expert_offset, num_blocks, TOP_K, NUM_EXPERTS, BLOCK_M, BLOCK_J, BLOCK_E,
         )  # fmt: skip
         return
@@ -106,6 +111,8 @@ def route_kernel(
         b = tl.arange(0, BLOCK_I)
         count = tl.sum(opens, 0)
         tl.store(block_info_ptr + b, 0, mask=(b >= count) & (b < num_blocks))
+        for kind in tl.static_range(3):
+            tl.store(counters_ptr + kind * num_blocks + b, 0, mask=b < num_blocks)
         same = tl.sum((expert[None, :] == expert[:, None]).to(tl.int32), 1)
         info = expert * 256 + tl.minimum(same - block_in_expert * BLOCK_M, BLOCK_M)
         tl.store(block_info_ptr + block, info, mask=opens != 0)
@@ -118,7 +125,7 @@ def route_kernel(
         low = tl.maximum(group_start - block_in_expert * BLOCK_M, 0)
         high = tl.minimum(group_end - block_in_expert * BLOCK_M, BLOCK_M)
         is_head = local & (row_in_block == low) & (slot >= 0)
-        segment = pair_segment_ptr + i * 4
+        segment = segments_ptr + upto_first // 65536 * 4
         in_range = i < num_pairs
         tl.store(segment, tl.where(is_head, row, -1), mask=in_range)
         tl.store(segment + 1, row - row_in_block + high, mask=in_range)
@@ -130,7 +137,7 @@ def route_kernel(
 
 @triton.jit
 def _write_blocks(
-    pid, topk_ids_ptr, slots_ptr, block_info_ptr, num_pairs, expert_offset,
+    pid, topk_ids_ptr, slots_ptr, block_info_ptr, counters_ptr, num_pairs, expert_offset,
     num_blocks, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -158,3 +165,5 @@ def _write_blocks(
         rows = tl.where(e < NUM_EXPERTS, rows, 0)
         mask = first + c < last
         tl.store(block_info_ptr + first + c, e * 256 + rows, mask=mask)
+        for kind in tl.static_range(3):
+            tl.store(counters_ptr + kind * num_blocks + first + c, 0, mask=mask)

@@ -1,16 +1,30 @@
 """Order between launches, with programmatic dependent launch (Hopper and newer).
 
-A kernel may let the next launch start its programs early (``launch_next``); what the launches
-before it wrote may be read only after ``launch_wait``, which returns when they are complete.
-Without dependent launch both do nothing: launches of a stream follow one another anyway.
+A kernel may let the next launch start its programs early (:func:`launch_next`). What earlier
+launches wrote may be read after :func:`launch_wait`, which returns when all of them are complete,
+or, for one block of rows, after :func:`wait_for` on a counter that the writers :func:`signal`.
+Without dependent launch all of these do nothing: launches of a stream follow one another anyway.
 
-How the LoRA kernels use it: the shrink waits for everything before it, then lets the GEMM start at
-once. The GEMM needs nothing of the shrink for its whole K loop, so the two stream their bytes side
-by side, and only then it waits. No flags, no spinning, nothing that a graph could freeze.
+How a layer uses it::
 
-Every kernel that lets the next one start before its own wait is complete only when its wait has
-returned, so whoever waits for it has waited for all before it too. A kernel may read, before its
-wait, what was complete when the launch before it passed *its* wait.
+    route    gate_up waits for route, then its programs signal ``h`` of their block
+    delta    (gate and up) waits for route, then signals per block; gate_up waits behind its K loop
+    delta    (down) waits for ``h`` of its segment's block, then signals
+    down     waits for ``h`` of its block, runs its K loop, waits for the delta of its block
+
+So the launches flow into one another: the first programs of down run while the last ones of gate_up
+still do, and the factors are read beside the weights. Three rules keep it right:
+
+* **Progress.** Programs of a launch start only when every program of the launch before it has
+  called ``launch_next`` or ended. So whoever spins waits for programs that run already, and those
+  never wait for anything behind them.
+* **Completion.** The last program of every launch calls ``launch_wait`` before it ends, so a launch
+  is complete only when all before it are: whoever waits for one has waited for all.
+* **What may be read without a wait.** What was complete when the launch before passed its
+  ``launch_wait``, if that came before its ``launch_next``: the routing, for every GEMM.
+
+Memory order: the writer's stores, a barrier of its program, a release; the reader's acquire, a
+barrier of its program, its loads.
 """
 
 from __future__ import annotations
@@ -32,3 +46,43 @@ def launch_next(PDL: tl.constexpr):
     """Let the next launch start its programs as soon as there is room."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def launch_end(PDL: tl.constexpr):
+    """The last program waits for all launches before, so that this one completes after them."""
+    if PDL:
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            gdc_wait()
+
+
+@triton.jit
+def signal(counter_ptr, amount, PDL: tl.constexpr):
+    """Add to a counter once everything that this program has stored is visible."""
+    if PDL:
+        tl.debug_barrier()
+        tl.atomic_add(counter_ptr, amount, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_for(counter_ptr, amount, PDL: tl.constexpr):
+    """Wait until a counter has reached ``amount``; what its writers stored may be read then."""
+    if PDL:
+        while tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu") < amount:
+            pass
+        tl.debug_barrier()
+
+
+@triton.jit
+def prefetch_rows(ptrs, num_bytes, PDL: tl.constexpr):
+    """Ask the L2 for ``num_bytes`` (a multiple of 16) at each pointer; changes nothing else."""
+    if PDL:
+        address = ptrs.to(tl.int64)
+        tl.inline_asm_elementwise(
+            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [address, tl.zeros_like(address).to(tl.int32) + num_bytes],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -21,9 +21,12 @@ class Workspace:
     Attributes:
         row_pair: int32 ``[rows]``, pair of a row; rows past a block's end hold anything.
         pair_row: int32 ``[P]``, -1 = the pair is not local.
-        pair_segment: int32 ``[P, 4]``, see :mod:`moegraft.backends.triton.route`.
+        segments: int32 ``[P, 4]``, see :mod:`moegraft.backends.triton.route`.
         row_flags: int32 ``[3, rows]``: gate, up (no gate: up, unused), down; 1 = has a delta.
         block_info: int32 ``[num_blocks]``, expert * 256 + rows.
+        counters: int32 ``[3, num_blocks]``, see :mod:`moegraft.backends.triton.sync`: rows whose
+            delta is there for gate and up (both counted); tiles of h; rows whose delta is there
+            for down.
         h: ``[rows, I]`` in the weights' dtype.
         y: fp32 ``[P, H]``, weighted.
         delta_gate_up: fp32 ``[rows, 2I]`` (``[rows, I]`` without a gate); None without adapters.
@@ -34,9 +37,10 @@ class Workspace:
     num_blocks: int
     row_pair: torch.Tensor
     pair_row: torch.Tensor
-    pair_segment: torch.Tensor
+    segments: torch.Tensor
     row_flags: torch.Tensor
     block_info: torch.Tensor
+    counters: torch.Tensor
     h: torch.Tensor
     y: torch.Tensor
     delta_gate_up: torch.Tensor | None
@@ -72,9 +76,10 @@ def make_workspace(weights: ExpertWeights, num_pairs: int, block_m: int, lora: b
         num_blocks=blocks,
         row_pair=ints(rows),
         pair_row=ints(num_pairs),
-        pair_segment=ints(num_pairs, 4),
+        segments=ints(num_pairs, 4),
         row_flags=ints(3, rows),
         block_info=ints(blocks),
+        counters=ints(3, blocks),
         h=torch.empty(rows, weights.intermediate, dtype=weights.dtype, device=device),
         y=floats(num_pairs, weights.hidden),
         delta_gate_up=floats(rows, sides * weights.intermediate) if lora else None,
