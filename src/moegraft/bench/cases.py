@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -170,6 +172,36 @@ def draw_factors(
         rank, width = factor.lora_A.shape[1:]
         factor.lora_A.normal_(0.0, 1 / math.sqrt(width), generator=generator)
         factor.lora_B.normal_(0.0, size / (math.sqrt(rank) * factor.scale), generator=generator)
+
+
+class Made:
+    """The last weights and table, which the next request may share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._weights: tuple[str, ExpertWeights] | None = None
+        self._table: tuple[tuple[Any, ...], SiteTable] | None = None
+
+    def get(self, request: DecodeRequest) -> tuple[ExpertWeights, SiteTable]:
+        """Return a request's weights and table, freeing those of another request first."""
+        key = (request.shape.name, request.rank, request.slots, request.kind)
+        if self._table is not None and self._table[0] != key:
+            self._table = None
+        if self._weights is not None and self._weights[0] != request.shape.name:
+            self._weights = None
+        if self._table is None:
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            check_memory(request, self._device)
+        if self._weights is None:
+            self._weights = (request.shape.name, random_layer(request.shape, self._device))
+        if self._table is None:
+            made = random_table(
+                request.shape, request.rank, request.slots, request.kind, self._device
+            )
+            self._table = (key, made)
+        return self._weights[1], self._table[1]
 
 
 def make_case(

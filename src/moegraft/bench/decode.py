@@ -6,7 +6,6 @@ Every figure of ours stands beside a passed check of the very graph that was tim
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,10 +15,9 @@ import torch
 from moegraft.bench import records
 from moegraft.bench.cases import (
     DecodeCase,
+    Made,
     check_memory,
     make_case,
-    random_layer,
-    random_table,
 )
 from moegraft.bench.harness import MachineLimits, Timer, l2_bytes, measure_limits
 from moegraft.bench.layer_runs import CheckedRun, Expected, LayerRun, WrongResultError, cold_us
@@ -27,9 +25,7 @@ from moegraft.bench.options import AUTO, DecodeRequest
 from moegraft.bench.peers import grouped_mm_seconds, live_peers, peers_of
 from moegraft.call import Mode
 from moegraft.errors import PlanError
-from moegraft.factor_table import SiteTable
 from moegraft.testing.compare import assert_bit_equal
-from moegraft.types import ExpertWeights
 
 #: Modes that must give the same bits.
 _TWINS = (("in_kernel", "fused_serial"), ("two_stream", "serial"))
@@ -68,42 +64,12 @@ def run_decode(
     limits = measure_limits(device)
     head = {**records.header(records.DECODE, settings.commit), "limits": limits.record()}
     timer = Timer(device, settings.repeats)
-    inputs = _Made(device)
+    inputs = Made(device)
     for request in requests:
         say(request.title())
         weights, table = inputs.get(request)
         case = make_case(request, weights, table, l2_bytes(device))
         yield {**head, **measure_case(case, limits, timer, settings.cold)}
-
-
-class _Made:
-    """The last weights and table, which the next request may share."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._weights: tuple[str, ExpertWeights] | None = None
-        self._table: tuple[tuple[Any, ...], SiteTable] | None = None
-
-    def get(self, request: DecodeRequest) -> tuple[ExpertWeights, SiteTable]:
-        """Return a request's weights and table, freeing those of another request first."""
-        key = (request.shape.name, request.rank, request.slots, request.kind)
-        if self._table is not None and self._table[0] != key:
-            self._table = None
-        if self._weights is not None and self._weights[0] != request.shape.name:
-            self._weights = None
-        if self._table is None:
-            gc.collect()
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-            check_memory(request, self._device)
-        if self._weights is None:
-            self._weights = (request.shape.name, random_layer(request.shape, self._device))
-        if self._table is None:
-            made = random_table(
-                request.shape, request.rank, request.slots, request.kind, self._device
-            )
-            self._table = (key, made)
-        return self._weights[1], self._table[1]
 
 
 def measure_case(

@@ -1,0 +1,266 @@
+"""``tune``: find the tiles of the fused decode kernels for this GPU; all are checked before timed.
+
+For every (shape, tokens, rank) it starts from the tiles that the backend would choose and changes
+one field at a time as long as that helps. What counts is the geometric mean of base and LoRA time:
+one configuration serves both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from moegraft.backends.triton.config import FusedConfig, GemmConfig
+from moegraft.bench import records
+from moegraft.bench.cases import DecodeCase, Inputs, Made, make_case
+from moegraft.bench.harness import Timer, l2_bytes
+from moegraft.bench.layer_runs import CheckedRun, Expected, LayerRun, WrongResultError
+from moegraft.bench.options import DecodeRequest
+from moegraft.call import LayerCall
+from moegraft.errors import MoegraftError
+from moegraft.problem import Problem
+from moegraft.types import TokenSlots
+
+Config = TypeVar("Config")
+Say = Callable[[str], None]
+#: Values of each field, in order; the search goes one step up or down.
+GEMM_STEPS: dict[str, tuple[Any, ...]] = {
+    "block_n": (16, 32, 64, 128, 256),
+    "block_k": (32, 64, 128, 256),
+    "num_warps": (2, 4, 8),
+    "num_stages": (2, 3, 4, 5, 6),
+    "swap": (False, True),
+}
+LAYER_STEPS: dict[str, tuple[Any, ...]] = {
+    "block_m": (16, 32, 64, 128),
+    "delta_programs": (132, 264, 528, 1056),
+    "prefetch": (False, True),
+}
+#: The gain below which a change is noise.
+MIN_GAIN = 0.005
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds of one layer call."""
+
+    base_us: float
+    lora_us: float
+
+    @property
+    def mean(self) -> float:
+        """What is minimised."""
+        return math.sqrt(self.base_us * self.lora_us)
+
+
+def neighbours(config: FusedConfig) -> Iterator[FusedConfig]:
+    """Yield configurations that differ in one field by one step, GEMMs first."""
+    for part in ("gate_up", "down", "delta"):
+        for changed in _steps(getattr(config, part), GEMM_STEPS):
+            yield dataclasses.replace(config, **{part: changed})
+    yield from _steps(config, LAYER_STEPS)
+
+
+def _steps(config: Config, table: dict[str, tuple[Any, ...]]) -> Iterator[Config]:
+    for name, values in table.items():
+        now = getattr(config, name, None)
+        if now not in values:
+            continue
+        at = values.index(now)
+        for value in (*values[at + 1 : at + 2], *values[max(at - 1, 0) : at]):
+            yield dataclasses.replace(config, **{name: value})  # type: ignore[type-var]
+
+
+def descend(
+    start: Config,
+    near: Callable[[Config], Iterable[Config]],
+    cost: Callable[[Config], Cost | None],
+    seconds: float,
+) -> tuple[Config, Cost]:
+    """Go to the best configuration in reach, for about this long.
+
+    Args:
+        start: must have a cost.
+        near: the changes to try, in order; the first that helps is taken.
+        cost: None = it can't run, or is wrong.
+        seconds: after which no further change is tried.
+
+    Raises:
+        MoegraftError: ``start`` has no cost.
+    """
+    found = cost(start)
+    if found is None:
+        raise MoegraftError(f"The tiles to start from can't run: {start}.")
+    best, seen, end = start, {start}, time.monotonic() + seconds
+    improved = True
+    while improved:
+        improved = False
+        for candidate in near(best):
+            if candidate in seen or time.monotonic() > end:
+                continue
+            seen.add(candidate)
+            new = cost(candidate)
+            if new is not None and new.mean < found.mean * (1 - MIN_GAIN):
+                best, found, improved = candidate, new, True
+                break
+    return best, found
+
+
+def run_tune(
+    requests: Sequence[DecodeRequest],
+    device: torch.device,
+    *,
+    seconds: float = 60.0,
+    repeats: int = 20,
+    commit: str | None = None,
+    say: Say = lambda text: None,
+) -> Iterator[records.Record]:
+    """Tune requests one by one; yields a record for each, with the time before and after."""
+    head = records.header(records.TUNE, commit)
+    timer, made = Timer(device, repeats), Made(device)
+    for request in requests:
+        weights, table = made.get(request)
+        case = make_case(request, weights, table, l2_bytes(device))
+        problem = Problem.of(weights, request.tokens, request.shape.top_k, request.rank)
+        start = start_config(problem, device)
+        tried: dict[FusedConfig, Cost | None] = {}
+        measured = Measured(case, timer, tried, say)
+        near = partial(_allowed_near, problem=problem, device=device)
+        best, after = descend(start, near, measured, seconds)
+        before = tried[start]
+        assert before is not None
+        yield {
+            **head,
+            "model": request.shape.name,
+            "problem": dataclasses.asdict(problem),
+            "tried": len(tried),
+            "wrong": measured.wrong,
+            "before": {"config": dataclasses.asdict(start), **dataclasses.asdict(before)},
+            "after": {"config": dataclasses.asdict(best), **dataclasses.asdict(after)},
+        }
+
+
+class Measured:
+    """Checks and times configurations of one case; remembers what it tried."""
+
+    def __init__(
+        self,
+        case: DecodeCase,
+        timer: Timer,
+        tried: dict[FusedConfig, Cost | None],
+        say: Say,
+        run_of: Callable[[DecodeCase, FusedConfig, bool], LayerRun] | None = None,
+    ) -> None:
+        self._case = case
+        self._timer = timer
+        self._tried = tried
+        self._say = say
+        self._run_of = run_of or config_run
+        self._expected = Expected(case)
+        self.wrong: list[str] = []
+
+    def __call__(self, config: FusedConfig) -> Cost | None:
+        """Return its cost; None when it can't be compiled, launched, or is wrong."""
+        self._say(f"{self._case.request.title()}: {len(self._tried)} tried")
+        self._tried[config] = None
+        parts = len(self._case.sets)
+        try:
+            lora = CheckedRun(self._run_of(self._case, config, True), self._expected, self._timer)
+            base = self._timer.capture(self._run_of(self._case, config, False))
+        except WrongResultError as error:
+            self.wrong.append(f"{config}: {error}")
+            return None
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            return None
+        found = Cost(
+            self._timer.measure(base, parts).median * 1e6,
+            self._timer.measure(lora.replay, parts).median * 1e6,
+        )
+        self._tried[config] = found
+        return found
+
+
+def config_run(case: DecodeCase, config: FusedConfig, lora: bool) -> LayerRun:
+    """Return the fused layer with exactly these tiles as a run."""
+    from moegraft.backends.triton.fused import run_layer
+
+    def function(inputs: Inputs, slots: TokenSlots | None) -> torch.Tensor:
+        call = LayerCall(
+            inputs.x, inputs.topk_ids, inputs.topk_weights, case.weights, case.table, slots
+        )
+        return run_layer(call, config)
+
+    return LayerRun(case, function, "tiles", str(config), lora)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """True for what the compiler or the device says to tiles that it has no room for."""
+    of_triton = type(error).__module__.startswith("triton")
+    return of_triton or str(error).startswith("Triton Error [CUDA]: invalid argument")
+
+
+def start_config(problem: Problem, device: torch.device) -> FusedConfig:
+    """Return the tiles that the backend would choose."""
+    gemm = GemmConfig(64, 128, 4, 3)
+    return FusedConfig(16, gemm, GemmConfig(128, 64, 4, 4), pdl=True)
+
+
+def _allowed_near(
+    config: FusedConfig, problem: Problem, device: torch.device
+) -> Iterator[FusedConfig]:
+    yield from neighbours(config)
+
+
+def device_file(name: str) -> str:
+    """Return the file name of a device's table: ``NVIDIA H200`` is ``nvidia-h200.json``."""
+    words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
+    return "-".join(words) + ".json"
+
+
+def write_tuned(path: Path, found: Sequence[records.Record]) -> int:
+    """Put results into a table of tuned tiles; returns how many entries it has then.
+
+    The table is JSON: ``device``, and ``entries`` of ``problem`` (fields of
+    :class:`moegraft.problem.Problem`), ``config`` (fields of ``FusedConfig``), ``base_us``,
+    ``lora_us``, ``versions``, ``commit`` and ``date``. Entries of the same problem are replaced.
+
+    Raises:
+        MoegraftError: the file is of another device, is no such table, or can't be written.
+    """
+    device = found[0]["device"]
+    document: dict[str, Any] = {"device": device, "entries": []}
+    try:
+        if path.exists():
+            document = json.loads(path.read_text())
+        if document.get("device") != device:
+            raise MoegraftError(f"{path} is for {document.get('device')!r}, this is {device!r}.")
+        new = [_entry(record) for record in found]
+        problems = [entry["problem"] for entry in new]
+        kept = [entry for entry in document["entries"] if entry["problem"] not in problems]
+        document["entries"] = kept + new
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise MoegraftError(f"{path} can't be used as a table of tiles: {error!r}.") from error
+    return len(document["entries"])
+
+
+def _entry(record: records.Record) -> dict[str, Any]:
+    after = record["after"]
+    return {
+        "problem": record["problem"],
+        "config": after["config"],
+        **records.rounded({"base_us": after["base_us"], "lora_us": after["lora_us"]}, 4),
+        **{name: record[name] for name in ("versions", "commit", "date")},
+    }
