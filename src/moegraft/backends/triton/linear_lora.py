@@ -67,19 +67,20 @@ def choose_tile(
         max_rank: the largest rank that any slot may hold.
         itemsize: bytes of x's or the factors' dtype, the larger.
     """
-    block_m = 16 if num_tokens <= MAX_SMALL_TOKENS else 64
-    block_r = min(64, max(16, triton.next_power_of_2(max_rank)))
-    block_k = (256 if block_m == 16 and block_r <= 32 else 128) * 2 // itemsize
-    if block_m == 64:
-        block_k //= 2
+    exact = itemsize == 4  # no tensor cores: small tiles, or registers spill
+    block_m = 16 if exact or num_tokens <= MAX_SMALL_TOKENS else 64
+    block_r = min(16 if exact else 64, max(16, triton.next_power_of_2(max_rank)))
+    block_k = 256 if block_r <= 32 else 128
+    if exact or block_m == 64:
+        block_k = 64
     # A bank may have many slots, but few have tokens at the same time.
     programs = max_segments(num_tokens, min(num_slots, 8), block_m) * columns
     wide = min(512, max(64, triton.next_power_of_2(triton.cdiv(programs, FULL_GPU))))
-    block_n = min(wide, 128)
+    block_n = min(wide, 64 if exact else 128)
     # With several rounds of ranks, S would be computed again for each piece.
     one_round = max_rank <= block_r
     pieces = wide // block_n if one_round else 1
-    num_warps = 4 if block_m == 16 and one_round else 8  # else registers spill
+    num_warps = 4 if block_m == 16 and (one_round or exact) else 8  # else registers spill
     num_stages = 4 if block_m == 16 else 3
     return LinearTile(block_m, block_n, pieces, block_r, block_k, num_warps, num_stages)
 
