@@ -31,6 +31,11 @@ Step: TypeAlias = Callable[[Mapping[str, torch.Tensor], TokenSlots | None], Outp
 #: Called while preparing: graphs done, graphs in all, what comes next.
 Progress: TypeAlias = Callable[[int, int, str], None]
 
+
+class CaptureError(MoegraftError):
+    """A step can't be captured: it waits for the GPU, fails, or its bank can't be frozen."""
+
+
 #: CUDA knows one capture at a time per process.
 _CAPTURING = threading.Lock()
 
@@ -118,7 +123,8 @@ class GraphRunner(StepRunner):
         warmup_runs: eager runs before each capture, in which everything is compiled.
 
     Raises:
-        MoegraftError: no CUDA device.
+        MoegraftError: no CUDA device. In a call: :class:`CaptureError`; what the step had changed
+            in place is as it was.
     """
 
     def __init__(
@@ -192,15 +198,21 @@ class GraphRunner(StepRunner):
     def _graph(self, bucket: int, lora: bool) -> _Graph:
         found = self._graphs.get((bucket, lora))
         if found is None:
-            if self._before_capture is not None:
-                self._before_capture()
-            with (
-                _CAPTURING,
-                torch.inference_mode(False),
-                torch.no_grad(),
-                torch.cuda.device(self.device),
-            ):
-                found = self._graphs[bucket, lora] = self._capture(bucket, lora)
+            try:
+                if self._before_capture is not None:
+                    self._before_capture()
+                with (
+                    _CAPTURING,
+                    torch.inference_mode(False),
+                    torch.no_grad(),
+                    torch.cuda.device(self.device),
+                ):
+                    found = self._graphs[bucket, lora] = self._capture(bucket, lora)
+            except Exception as error:
+                raise CaptureError(
+                    f"a step of {bucket} rows can't be captured as a CUDA graph "
+                    f"({type(error).__name__}: {error})"
+                ) from error
         return found
 
     def _capture(self, bucket: int, lora: bool) -> _Graph:
@@ -216,9 +228,11 @@ class GraphRunner(StepRunner):
         with torch.cuda.stream(self._capture_stream):
             saved = [tensor.clone() for tensor in self._changed]
             for _ in range(self._warmup_runs):
-                run()
-                for tensor, value in zip(self._changed, saved, strict=True):
-                    tensor.copy_(value)
+                try:
+                    run()
+                finally:
+                    for tensor, value in zip(self._changed, saved, strict=True):
+                        tensor.copy_(value)
         outer.wait_stream(self._capture_stream)
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()

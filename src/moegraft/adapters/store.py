@@ -150,6 +150,11 @@ class AdapterStore:
                 ) from error
             self._bank.freeze()
 
+    @property
+    def sites_version(self) -> int:
+        """See :attr:`AdapterBank.sites_version`."""
+        return self._bank.sites_version
+
     def info(self, name: str) -> AdapterInfo:
         """Return what is known of an adapter; AdapterError for an unknown name."""
         with self._lock:

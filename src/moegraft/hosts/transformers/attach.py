@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from moegraft.adapters import (
     AdapterBank,
@@ -23,10 +22,11 @@ from moegraft.adapters import (
     read_adapter,
 )
 from moegraft.errors import MoegraftError, UnsupportedError
+from moegraft.graphs import GraphRunner
 from moegraft.hosts.transformers import experts as experts_host
 from moegraft.hosts.transformers.generate import Generation
-from moegraft.hosts.transformers.linear import hook_linear
 from moegraft.hosts.transformers.router import hook_router
+from moegraft.hosts.transformers.siblings import install_linears
 from moegraft.hosts.transformers.spec import model_spec
 from moegraft.hosts.transformers.state import StepState
 from moegraft.layer import MoeLoraLayer
@@ -58,7 +58,9 @@ class Graft(Generation):
         max_rank: int,
         arena_bytes: int | None,
         backend: str | None,
+        fuse_linears: bool | None,
     ) -> None:
+        super().__init__()
         self.model: Any = model
         self.spec = model_spec(model)
         parameter = next(model.parameters())
@@ -72,11 +74,14 @@ class Graft(Generation):
         )
         self.store = AdapterStore(self.bank)
         self._state = StepState()
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Any] = []
         self._experts: list[nn.Module] = []
         self._hooked: dict[str, nn.Module] = {}
         self.layers: dict[str, MoeLoraLayer] = {}
-        self._install(backend)
+        on_gpu = parameter.device.type == "cuda"
+        self._install(backend, on_gpu if fuse_linears is None else fuse_linears)
+        if on_gpu:
+            self._use_graphs(GraphRunner)
 
     def load(self, name: str, path: str | Path, options: ReadOptions | None = None) -> AdapterInfo:
         """Read an adapter folder and make it available under a name.
@@ -132,6 +137,7 @@ class Graft(Generation):
 
     def detach(self) -> None:
         """Restore the model exactly as it was; loaded adapters are dropped. Safe to call twice."""
+        self._drop_graphs()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -166,10 +172,11 @@ class Graft(Generation):
                     "and attach() again."
                 )
 
-    def _install(self, backend: str | None) -> None:
+    def _install(self, backend: str | None, fuse_linears: bool) -> None:
         # Everything that can be refused is built before the model is touched.
         layers: list[tuple[str, nn.Module, MoeLoraLayer]] = []
-        linears: list[Callable[[], list[RemovableHandle]]] = []
+        linears: dict[str, LinearLora] = {}
+        routers: dict[str, LinearLora] = {}
         for site in self.spec.sites:
             module: Any = self.model.get_submodule(site.name)
             _check_free(site.name, module)
@@ -179,12 +186,13 @@ class Graft(Generation):
                 layers.append((site.name, module, MoeLoraLayer(weights, table, backend=backend)))
                 continue
             lora = LinearLora(table, module.weight.dtype, module.weight.device, backend)
-            linears.append(_hook_later(site.kind, site.name, module, lora, self._state))
+            (routers if site.kind == "router" else linears)[site.name] = lora
             self._hooked[site.name] = module
         if layers:
             self._use_experts(layers)
-        for install in linears:
-            self._handles += install()
+        self._handles += install_linears(self.model, linears, self._state, fuse_linears)
+        for name, lora in routers.items():
+            self._handles += hook_router(name, self._hooked[name], lora, self._state)
         for module in self._hooked.values():
             module.__dict__[_HOOKED] = True
         hook = self._state.before_forward
@@ -222,14 +230,6 @@ def _check_free(path: str, module: nn.Module) -> None:
         )
 
 
-def _hook_later(
-    kind: str, path: str, module: nn.Module, lora: LinearLora, state: StepState
-) -> Callable[[], list[RemovableHandle]]:
-    if kind == "router":
-        return lambda: hook_router(path, module, lora, state)
-    return lambda: hook_linear(module, lora, state)
-
-
 def attach(
     model: Any,
     *,
@@ -237,6 +237,7 @@ def attach(
     max_rank: int = 64,
     arena_bytes: int | None = None,
     backend: str | None = None,
+    fuse_linears: bool | None = None,
 ) -> Graft:
     """Attach moegraft to a transformers model with Mixture-of-Experts layers.
 
@@ -249,6 +250,8 @@ def attach(
         max_rank: largest LoRA rank that may be loaded.
         arena_bytes: fixed memory for factors; None = grow as needed.
         backend: force a backend by name; None = chosen by the plan.
+        fuse_linears: serve linears that read the same input (q, k and v; gate and up) in one
+            launch; None = on a GPU. Their forwards are shadowed then.
 
     Returns:
         The graft, with ``load``, ``generate``, ``forward``, ``unload`` and ``detach``.
@@ -279,4 +282,5 @@ def attach(
         max_rank=max_rank,
         arena_bytes=arena_bytes,
         backend=backend,
+        fuse_linears=fuse_linears,
     )

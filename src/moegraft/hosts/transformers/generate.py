@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from moegraft.adapters import AdapterStore
+from moegraft.adapters import AdapterBank, AdapterStore
 from moegraft.adapters.batch import RowSlots, normalise_rows, slots_of
-from moegraft.errors import AdapterError
+from moegraft.errors import AdapterError, UnsupportedError
+from moegraft.graphs import StepRunner
+from moegraft.hosts.transformers.decoder import Decoder
+from moegraft.hosts.transformers.graphed import GraphedGenerate
 from moegraft.hosts.transformers.state import StepState
 
 Adapters = str | None | Sequence[str | None]
@@ -21,30 +25,90 @@ class Generation:
 
     model: Any
     store: AdapterStore
+    bank: AdapterBank
     _state: StepState
+    #: None where decoding can't be captured: on a CPU.
+    _graphed: GraphedGenerate | None = None
 
-    def generate(self, *args: Any, adapters: Adapters = None, **kwargs: Any) -> Any:
+    def __init__(self) -> None:
+        self._decoders: weakref.WeakSet[Decoder] = weakref.WeakSet()
+
+    def generate(
+        self, *args: Any, adapters: Adapters = None, graphs: bool | None = None, **kwargs: Any
+    ) -> Any:
         """``model.generate`` with one adapter name, or None for the base model, per input row.
 
         Args:
             *args, **kwargs: passed to ``model.generate``. Pass ``attention_mask`` whenever rows
                 are padded.
             adapters: one entry per row of the input; a single name or None stands for all rows.
+            graphs: None = on a GPU decode steps are replayed as CUDA graphs where that is possible,
+                and where it is not, one line of the log says why. False = never. True = or raise.
 
         Returns:
-            What ``model.generate`` returns.
+            What ``model.generate`` returns. With graphs its attention runs over a static cache, as
+            with ``cache_implementation="static"``, which may round differently.
 
         Raises:
             AdapterError: an unknown name, a number of entries that is not the number of rows, or
                 more different adapters than slots. Nothing has run then.
+            UnsupportedError: ``graphs=True``, and graphs are not possible.
         """
         with self.rows(adapters, _num_rows(args, kwargs)):
+            if graphs is not False and self._graphed is not None:
+                reason = self._graphed.why_not(args, kwargs)
+                if reason is None:
+                    return self._graphed.generate(args, kwargs, must=graphs is True)
+                if graphs is None:
+                    self._graphed.say(reason)
+            else:
+                reason = "the model is not on a GPU"
+            if graphs is True:
+                raise UnsupportedError(f"generate(graphs=True): {reason}.")
+            if self.bank.device.type == "cuda":
+                # transformers would compile a model whose slots live in hooks.
+                kwargs.setdefault("disable_compile", True)
             return self.model.generate(*args, **kwargs)
 
     def forward(self, *args: Any, adapters: Adapters = None, **kwargs: Any) -> Any:
         """One forward of the model (scoring), without gradients; otherwise as :meth:`generate`."""
         with self.rows(adapters, _num_rows(args, kwargs)), torch.no_grad():
             return self.model(*args, **kwargs)
+
+    def decoder(self, batch_size: int, max_length: int, *, graphs: bool | None = None) -> Decoder:
+        """Return a :class:`Decoder`: greedy decoding of one batch, one graph replay per token.
+
+        Args:
+            batch_size: rows of its batches.
+            max_length: most tokens per row, prompt included.
+            graphs: None = on a GPU; False = the same steps without graphs; True = or raise.
+
+        Raises:
+            UnsupportedError: the model can't decode on static memory, or ``graphs=True`` on a CPU.
+        """
+        self._check_attached()
+        if graphs is None:
+            graphs = self._graphed is not None
+        if graphs and self._graphed is None:
+            raise UnsupportedError("decoder(graphs=True): the model is not on a GPU.")
+        runner = self._graphed.runner if graphs and self._graphed is not None else StepRunner
+        decoder = Decoder(
+            self.model, self._state, self.store, self.rows, batch_size, max_length, runner
+        )
+        self._decoders.add(decoder)
+        return decoder
+
+    def _use_graphs(self, runner: type[StepRunner]) -> None:
+        """Let generate run its decode steps with ``runner`` from now on."""
+        self._graphed = GraphedGenerate(self.model, self._state, self.store, runner)
+
+    def _drop_graphs(self) -> None:
+        """Free graphs and static caches; decoders end."""
+        if self._graphed is not None:
+            self._graphed.close()
+            self._graphed = None
+        for decoder in list(self._decoders):
+            decoder.close()
 
     @contextmanager
     def rows(self, adapters: Adapters, num_rows: int) -> Iterator[None]:

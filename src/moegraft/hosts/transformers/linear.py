@@ -17,7 +17,7 @@ def hook_linear(module: nn.Module, lora: LinearLora, state: StepState) -> list[R
 
     def add_delta(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         slots = state.slots_of(args[0])
-        if slots is None or not slots.live:
+        if slots is None or not slots.live or not lora.has_delta(slots):
             return output
         rows = output.reshape(-1, output.shape[-1])
         lora.add_to(rows, args[0].reshape(-1, args[0].shape[-1]), slots)

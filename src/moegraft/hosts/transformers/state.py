@@ -59,6 +59,15 @@ class StepState:
             self._step.reset(step_token)
             self._rows.reset(rows_token)
 
+    @contextmanager
+    def use_step(self, slots: TokenSlots | None, batch: int) -> Iterator[None]:
+        """Run a forward of one token per row with exactly these slots, as a captured graph does."""
+        token = self._step.set(_Step(slots, batch, self._step.get()))
+        try:
+            yield
+        finally:
+            self._step.reset(token)
+
     @property
     def current(self) -> TokenSlots | None:
         """Slots of the running forward's tokens; None = base only.
@@ -84,10 +93,12 @@ class StepState:
         """
         current, rows, step = self.current, self._rows.get(), self._step.get()
         num_rows = x.shape[:-1].numel()
-        if current is None or rows is None or step is None or num_rows == current.num_tokens:
+        if current is None or step is None or num_rows == current.num_tokens:
             return current
         if x.dim() < 3 or x.shape[0] != step.batch:
             return current  # the layer says that the numbers differ
+        if rows is None or current.in_graph:
+            return _repeated(current, num_rows)
         return rows.spread(x.shape[0], num_rows // x.shape[0])
 
     def before_forward(
@@ -128,3 +139,10 @@ class StepState:
             self._running.modes = []
         modes: list[TorchFunctionMode] = self._running.modes
         return modes
+
+
+def _repeated(slots: TokenSlots, num_rows: int) -> TokenSlots:
+    """Slots of one token per row, spread over ``num_rows`` in the order of the batch."""
+    each = num_rows // max(slots.num_tokens, 1)
+    spread = slots.slots[:, None].expand(-1, each).reshape(-1)
+    return TokenSlots(spread, slots.live, in_graph=slots.in_graph)

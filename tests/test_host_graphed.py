@@ -1,0 +1,348 @@
+"""Decode steps on static memory equal the eager ones; run here without graphs, which need a GPU."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, StaticCache
+
+import moegraft
+import tiny
+from moegraft.errors import MoegraftError, UnsupportedError
+from moegraft.graphs import StepRunner
+from moegraft.hosts.transformers import Graft
+from moegraft.hosts.transformers.graphed import LENGTH_STEP, MAX_KEPT, _DecodeSteps
+from moegraft.testing import assert_close
+from tiny_grafts import (
+    LOADED,
+    ROWS,
+    assert_rows_equal_merged,
+    generate,
+    graft_of,
+    load_cases,
+    new_graft,
+    prompts,
+)
+
+QWEN = "peft/0.21.2/qwen3_moe/"
+NAME = "qwen3_moe"
+#: Models whose layers all attend to everything; gpt_oss slides.
+FULL = ("qwen3_moe", "mixtral", "olmoe")
+
+
+def static_graft(name: str = NAME, **options: Any) -> Graft:
+    """A graft that decodes on static memory, each step run by StepRunner."""
+    graft = new_graft(name, **options)
+    load_cases(graft, LOADED[name])
+    graft._use_graphs(StepRunner)
+    return graft
+
+
+@pytest.fixture
+def graft() -> Iterator[Graft]:
+    graft = static_graft()
+    yield graft
+    graft.detach()
+
+
+def kept(graft: Graft) -> list[_DecodeSteps]:
+    assert graft._graphed is not None
+    return graft._graphed._free
+
+
+def greedy(graft: Graft, inputs: dict[str, torch.Tensor], rows: Any, count: int) -> torch.Tensor:
+    """Prompts and ``count`` most likely tokens, by one forward over everything per token."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    for _ in range(count):
+        logits = graft.forward(input_ids=ids, attention_mask=mask, adapters=rows).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    return ids
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every decode step that ran on static memory."""
+    seen: list[int] = []
+    original = StepRunner.execute
+
+    def execute(runner: StepRunner) -> Any:
+        seen.append(1)
+        return original(runner)
+
+    monkeypatch.setattr(StepRunner, "execute", execute)
+    return seen
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_rows_of_a_mixed_batch_equal_their_merged_models(name: str, steps: list[int]) -> None:
+    rows = ROWS[name]
+    inputs = prompts(len(rows))
+    graft = static_graft(name)
+    found = generate(graft, inputs, adapters=rows, graphs=True)
+    assert len(steps) == 5, "the prompt gives the first of six tokens"
+    expected = generate(graft_of(name), inputs, adapters=rows)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert_close(torch.stack(found.logits), torch.stack(expected.logits), torch.float32)
+    assert_rows_equal_merged(graft, rows[:3], prompts(3, seed=4))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_mask": None},
+        {"cache_implementation": "static"},
+        {"prefill_chunk_size": 3},
+        {"max_new_tokens": 1, "min_new_tokens": 1},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"repetition_penalty": 1.5},
+        {"generation_config": GenerationConfig(max_new_tokens=4, do_sample=False)},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options_of_generate_give_what_they_give_without_graphs(
+    graft: Graft, options: dict[str, Any]
+) -> None:
+    inputs, rows = prompts(3), [f"{QWEN}experts", None, f"{QWEN}all_linear"]
+    fixed: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    results = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        found = graft.generate(**{**inputs, **fixed, **options}, adapters=rows, graphs=graphs)
+        results.append(found)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_both_attention_functions_decode_on_static_memory(attention: str, steps: list[int]) -> None:
+    graft = static_graft()
+    graft.model.set_attn_implementation(attention)
+    inputs, rows = prompts(2), [f"{QWEN}experts", None]
+    for given in (inputs, {"input_ids": inputs["input_ids"]}):
+        found = generate(graft, given, adapters=rows, graphs=True).sequences
+        assert torch.equal(found, generate(graft, given, adapters=rows, graphs=False).sequences)
+    assert len(steps) == 10
+
+
+def test_a_cache_is_kept_per_shape_and_the_oldest_go(graft: Graft) -> None:
+    inputs = prompts(2)
+    for length, count in ((6, 1), (40, 1), (LENGTH_STEP, 2), (6, 2)):
+        generate(graft, inputs, max_new_tokens=length, min_new_tokens=1)
+        assert len(kept(graft)) == count
+    first = kept(graft)[-1]
+    assert first.max_length == LENGTH_STEP
+    for rows in range(3, 3 + MAX_KEPT):
+        generate(graft, prompts(rows))
+    assert len(kept(graft)) == MAX_KEPT and first not in kept(graft)
+
+
+def test_base_batches_and_other_adapters_follow_each_other_on_one_cache(graft: Graft) -> None:
+    inputs = prompts(2)
+    for rows in ([None, None], [f"{QWEN}experts", None], [None] * 2, [None, f"{QWEN}router"]):
+        found = generate(graft, inputs, adapters=rows, graphs=True).sequences
+        expected = generate(graft_of(NAME), inputs, adapters=rows).sequences
+        assert torch.equal(found, expected), rows
+    assert len(kept(graft)) == 1
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_returned_cache_is_the_callers_own_and_can_be_continued(
+    graft: Graft, static: bool
+) -> None:
+    inputs, rows = prompts(2), [f"{QWEN}experts", None]
+    options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
+    found = generate(graft, inputs, adapters=rows, graphs=True, **options)
+    cache = found.past_key_values
+    assert type(cache) is (StaticCache if static else DynamicCache)
+    assert int(cache.get_seq_length()) == found.sequences.shape[1] - 1
+    before = cache.layers[0].keys.clone()
+    generate(graft, prompts(2, seed=5), adapters=rows, graphs=True)
+    assert torch.equal(cache.layers[0].keys, before)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 6, dtype=torch.long)], 1)
+    step = graft.forward(
+        input_ids=found.sequences[:, -1:],
+        attention_mask=mask,
+        position_ids=mask.cumsum(-1)[:, -1:] - 1,
+        past_key_values=cache,
+        adapters=rows,
+    )
+    whole = graft.forward(input_ids=found.sequences, attention_mask=mask, adapters=rows)
+    assert_close(step.logits[:, -1], whole.logits[:, -1], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_beams": 2}, "beam search reorders the cache"),
+        ({"use_cache": False}, "use_cache is False"),
+        ({"past_key_values": "own"}, "the caller brings a cache"),
+        ({"cache_implementation": "dynamic"}, "cache_implementation is 'dynamic'"),
+        ({"prompt_lookup_num_tokens": 2}, "prompt lookup checks several tokens at once"),
+        ({"output_attentions": True}, "the caller asks for attentions"),
+        ({"output_router_logits": True}, "the caller asks for router logits"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_what_graphs_can_not_do_runs_without_them_and_says_so_once(
+    graft: Graft,
+    options: dict[str, Any],
+    reason: str,
+    steps: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inputs = {key: value[-1:] for key, value in prompts(1).items()}
+
+    def given() -> dict[str, Any]:
+        if "past_key_values" in options:
+            return {"past_key_values": DynamicCache(config=graft.model.config)}
+        return {"output_logits": False, **options}
+
+    case = f"{QWEN}experts"
+    with caplog.at_level(logging.WARNING, "moegraft"):
+        found = [generate(graft, inputs, adapters=case, **given()) for _ in range(2)]
+    expected = generate(graft_of(NAME), inputs, adapters=case, **given())
+    assert torch.equal(found[1].sequences, expected.sequences)
+    said = [r.getMessage() for r in caplog.records if "without CUDA graphs" in r.getMessage()]
+    assert len(said) == 1 and reason in said[0]
+    assert not steps
+    with pytest.raises(UnsupportedError, match=reason):
+        generate(graft, inputs, adapters=case, graphs=True, **given())
+
+
+def test_a_model_with_sliding_layers_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    graft = static_graft("gpt_oss")
+    with caplog.at_level(logging.WARNING, "moegraft"):
+        assert_rows_equal_merged(graft, ROWS["gpt_oss"], prompts(len(ROWS["gpt_oss"])))
+    assert "StaticSlidingWindowLayer" in caplog.text
+    with pytest.raises(UnsupportedError, match="StaticSlidingWindowLayer"):
+        graft.decoder(1, 8)
+
+
+def test_on_a_cpu_graphs_are_no_default_and_an_error_when_asked_for() -> None:
+    graft = graft_of(NAME)
+    for ask in (
+        lambda: generate(graft, prompts(1), graphs=True),
+        lambda: graft.decoder(1, 8, graphs=True),
+    ):
+        with pytest.raises(UnsupportedError, match="not on a GPU"):
+            ask()
+    generate(graft, prompts(1))
+    assert "forward" not in vars(graft.model)
+
+
+def test_detach_takes_the_shadows_and_the_caches_away() -> None:
+    graft = static_graft()
+    before = set(vars(tiny.new_model(NAME)))
+    generate(graft, prompts(2))
+    model, graphed = graft.model, graft._graphed
+    assert "forward" in vars(model) and graphed is not None
+    graft.detach()
+    assert set(vars(model)) == before and not graphed._free
+
+
+def test_calls_within_inference_mode_and_outside_may_take_turns(graft: Graft) -> None:
+    inputs, rows = prompts(2), [f"{QWEN}experts", None]
+    expected = generate(graft, inputs, adapters=rows, graphs=False).sequences
+    decoder = graft.decoder(2, 16)
+    for inside in (True, False, True):
+        with torch.inference_mode(inside):
+            found = generate(graft, inputs, adapters=rows, graphs=True).sequences
+            decoder.prefill(inputs["input_ids"], rows, inputs["attention_mask"])
+            tokens = decoder.run(5)
+        assert torch.equal(found, expected)
+        assert torch.equal(tokens, greedy(graft, inputs, rows, 6))
+
+
+def test_two_threads_decode_at_once_on_caches_of_their_own(graft: Graft) -> None:
+    inputs = prompts(2)
+    batches = [[f"{QWEN}experts", None], [None, f"{QWEN}all_linear"]]
+    expected = [generate(graft_of(NAME), inputs, adapters=rows).sequences for rows in batches]
+    found: dict[tuple[int, int], torch.Tensor] = {}
+
+    def work(which: int) -> None:
+        for turn in range(4):
+            out = generate(graft, inputs, adapters=batches[which], graphs=True)
+            found[which, turn] = out.sequences
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert all(torch.equal(out, expected[which]) for (which, _), out in found.items())
+
+
+def test_a_decoder_gives_the_tokens_of_generate(steps: list[int]) -> None:
+    graft, rows = static_graft(), ROWS[NAME]
+    inputs = prompts(len(rows))
+    expected = greedy(graft, inputs, rows, 6)
+    decoder = graft.decoder(len(rows), 13)
+    for _ in range(2):
+        first = decoder.prefill(inputs["input_ids"], rows, inputs["attention_mask"])
+        assert torch.equal(first, expected[:, 7])
+        assert torch.equal(decoder.step(), expected[:, 8])
+        assert torch.equal(decoder.run(4), expected)
+        assert torch.equal(decoder.tokens, expected)
+        with pytest.raises(MoegraftError, match="All 13 tokens per row are used"):
+            decoder.step()
+    base = decoder.prefill(inputs["input_ids"], None, inputs["attention_mask"])
+    alone = greedy(graft, inputs, None, 6)
+    assert torch.equal(base, alone[:, 7]) and torch.equal(decoder.run(5), alone)
+    assert len(steps) == 15
+
+
+def test_a_decoder_goes_on_with_the_tokens_it_is_given(graft: Graft) -> None:
+    inputs, rows = prompts(2), [f"{QWEN}experts", None]
+    decoder = graft.decoder(2, 16)
+    decoder.prefill(inputs["input_ids"], rows, inputs["attention_mask"])
+    forced = torch.tensor([[11, 12, 13], [21, 22, 23]])
+    chosen = [decoder.step(forced[:, i]).clone() for i in range(3)]
+    whole = torch.cat([inputs["input_ids"], forced], 1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(forced)], 1)
+    logits = graft.forward(input_ids=whole, attention_mask=mask, adapters=rows).logits
+    assert torch.equal(torch.stack(chosen, 1), logits[:, -3:].argmax(-1))
+    assert torch.equal(decoder.tokens[:, :-1], whole)
+
+
+def test_a_decoders_adapters_stay_until_its_batch_ends() -> None:
+    graft = static_graft(max_adapters=1)
+    inputs = prompts(1)
+    decoder = graft.decoder(1, 16)
+    with pytest.raises(MoegraftError, match="call prefill"):
+        decoder.step()
+    decoder.prefill(inputs["input_ids"], f"{QWEN}experts")
+    graft.unload(f"{QWEN}experts")
+    with pytest.raises(moegraft.AdapterError, match="in use by running batches"):
+        generate(graft, inputs, adapters=f"{QWEN}router")
+    decoder.step()
+    decoder.close()
+    generate(graft, inputs, adapters=f"{QWEN}router")
+    with pytest.raises(moegraft.AdapterError, match="no adapter"):
+        decoder.prefill(inputs["input_ids"], f"{QWEN}experts")
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 4), (2, 16), (2, 0)])
+def test_prompts_that_do_not_fit_a_decoder_are_refused(
+    graft: Graft, shape: tuple[int, int]
+) -> None:
+    decoder = graft.decoder(2, 16)
+    with pytest.raises(MoegraftError, match=r"takes 2 rows of 1 to 15 tokens"):
+        decoder.prefill(torch.ones(shape, dtype=torch.long))
+    with pytest.raises(MoegraftError, match="at least one row and two tokens"):
+        graft.decoder(0, 16)
+
+
+def test_detach_ends_decoders(graft: Graft) -> None:
+    decoder = graft.decoder(1, 16)
+    decoder.prefill(torch.ones(1, 4, dtype=torch.long))
+    graft.detach()
+    with pytest.raises(MoegraftError, match="call prefill"):
+        decoder.step()
+    with pytest.raises(MoegraftError, match="detached"):
+        decoder.prefill(torch.ones(1, 4, dtype=torch.long))
