@@ -40,7 +40,53 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument("--to", type=Path, required=True)
     two.add_argument("--json", action="store_true")
     two.set_defaults(run=lambda a: commands.plot_records(a.records, a.to))
+
+    three = found.add_parser("e2e", help="a whole model's decode speed")
+    three.add_argument("--layers", type=int, default=48)
+    three.add_argument("--batch", default="1,16,64")
+    three.add_argument("--adapters", type=int, default=8)
+    three.add_argument("--rank", type=int, default=16)
+    three.add_argument("--prompt", type=int, default=256)
+    three.add_argument("--steps", type=int, default=64)
+    three.add_argument("--commit")
+    three.add_argument("--out", type=Path)
+    three.add_argument("--json", action="store_true")
+    three.set_defaults(run=_end_to_end)
+
+    four = found.add_parser("tune", help="tiles for this GPU")
+    four.add_argument("--model", "--shape", action="append", help="name or E,H,I,K")
+    four.add_argument("--tokens", default="1,4,16,64,256")
+    four.add_argument("--rank", default="16,64")
+    four.add_argument("--seconds", type=float, default=60.0, help="per case, about")
+    four.add_argument("--commit")
+    four.add_argument("--out", type=Path)
+    four.add_argument("--json", action="store_true")
+    four.set_defaults(run=_tune)
     return top
+
+
+def _end_to_end(a: argparse.Namespace) -> commands.Result:
+    return commands.end_to_end(
+        layers=a.layers,
+        batches=a.batch,
+        adapters=a.adapters,
+        rank=a.rank,
+        prompt=a.prompt,
+        steps=a.steps,
+        commit=a.commit,
+        out=a.out,
+    )
+
+
+def _tune(a: argparse.Namespace) -> commands.Result:
+    return commands.tune(
+        a.model or ["q30", "q35"],
+        tokens=a.tokens,
+        ranks=a.rank,
+        seconds=a.seconds,
+        commit=a.commit,
+        out=a.out,
+    )
 
 
 def _decode(a: argparse.Namespace) -> commands.Result:

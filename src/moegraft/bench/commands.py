@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moegraft.bench import records
-from moegraft.bench.options import DecodeRequest
+from moegraft.bench.options import DecodeRequest, decode_requests, parse_ints
 from moegraft.errors import MoegraftError
 
 Say = Callable[[str], None]
@@ -97,3 +97,74 @@ def plot_records(files: Sequence[Path], to: Path) -> Result:
     pictures = [str(path) for path in plot_decode(found, to)]
     text = decode_table(found) + "\nPictures: " + ", ".join(pictures)
     return Result({"records": len(found), "pictures": pictures}, text)
+
+
+def end_to_end(
+    *,
+    layers: int = 48,
+    batches: str = "1,16,64",
+    adapters: int = 8,
+    rank: int = 16,
+    prompt: int = 256,
+    steps: int = 64,
+    commit: str | None = None,
+    out: Path | None = None,
+) -> Result:
+    """Measure a whole model's decode speed; write records as they come.
+
+    Raises:
+        MoegraftError: no GPU, no transformers, too little memory, or a file that can't be written.
+    """
+    from moegraft.bench.e2e import EndToEndOptions, run_e2e
+    from moegraft.bench.e2e_model import WholeModel
+    from moegraft.bench.harness import require_gpu
+    from moegraft.bench.report import e2e_table
+
+    rows = parse_ints(batches, "--batch")
+    model = WholeModel(layers=layers)
+    options = EndToEndOptions(model, rows, adapters, rank, prompt, steps, commit)
+    device = require_gpu()
+    found: list[records.Record] = []
+    with progress() as say:
+        for record in run_e2e(options, device, say):
+            found.append(record)
+            if out is not None:
+                records.append(out, record)
+    errors = [record["error"] for record in found if "error" in record]
+    document = {"records": records.rounded(found), "wrong": errors}
+    return Result(document, e2e_table(found), exit_code=1 if errors else 0)
+
+
+def tune(
+    models: Sequence[str],
+    *,
+    tokens: str = "1,4,16,64,256",
+    ranks: str = "16,64",
+    seconds: float = 60.0,
+    commit: str | None = None,
+    out: Path | None = None,
+) -> Result:
+    """Search tiles for this GPU and put them into a table.
+
+    Raises:
+        MoegraftError: no GPU, or a table that can't be used.
+    """
+    from moegraft.bench.harness import require_gpu
+
+    if seconds <= 0:
+        raise MoegraftError(f"--seconds must be above 0, got {seconds:g}.")
+    requests = decode_requests(models, tokens, ranks, adapters="8", slots=8)
+    device = require_gpu()
+
+    from moegraft.bench.report import tune_table
+    from moegraft.bench.tune import device_file, run_tune, write_tuned
+
+    found: list[records.Record] = []
+    path = out
+    with progress() as say:
+        for record in run_tune(requests, device, seconds=seconds, commit=commit, say=say):
+            found.append(record)
+            path = out or Path("tuned") / device_file(record["device"])
+            write_tuned(path, [record])
+    text = f"{tune_table(found)}\nTiles of {len(found)} problems are in {path}."
+    return Result({"records": records.rounded(found), "file": str(path)}, text)

@@ -69,7 +69,9 @@ def run_decode(
         say(request.title())
         weights, table = inputs.get(request)
         case = make_case(request, weights, table, l2_bytes(device))
-        yield {**head, **measure_case(case, limits, timer, settings.cold)}
+        record = {**head, **measure_case(case, limits, timer, settings.cold)}
+        del case, weights, table  # so that the next ones find their memory free
+        yield record
 
 
 def measure_case(

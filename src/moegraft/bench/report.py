@@ -78,3 +78,42 @@ def best_peer(record: Record) -> dict[str, Any] | None:
     """Return the stored peer with the fastest LoRA of this case; None when there is none."""
     with_lora = [p for p in record["peers"] if p["lora_us"] is not None]
     return min(with_lora, key=lambda p: p["lora_us"], default=None)
+
+
+def e2e_table(found: Sequence[Record]) -> str:
+    """Return end-to-end records as a table."""
+    if not found:
+        return "no records"
+    first = found[0]
+    head = (
+        f"{first['device']}: {first['model']['layers']} layers, rank {first['rank']}, "
+        f"{first['adapter_bytes'] / 1e9:.2f} GB per adapter, prompts of {first['prompt']} tokens."
+    )
+    header = ("rows", "adapters", "ms/step", "tokens/s", "kept %", "prefill ms", "vLLM tokens/s")
+    rows = []
+    for r in found:
+        peer = "-" if r["vllm_tokens_s"] is None else f"{r['vllm_tokens_s']:,}"
+        figures = ["WRONG", "", "", ""]
+        if "ms_per_step" in r:
+            kept = f"{100 * r['retention']:.0f}" if "retention" in r else ""
+            figures = [
+                f"{r['ms_per_step']:.2f}", f"{r['tokens_s']:,.0f}", kept, f"{r['prefill_ms']:.0f}",
+            ]  # fmt: skip
+        rows.append([str(r["batch"]), r["mix"], *figures, peer])
+    notes = [f"{r['batch']} rows, {r['mix']}: {r['error']}" for r in found if "error" in r]
+    return "\n".join([head, "", text_table(header, rows), *notes])
+
+
+def tune_table(found: Sequence[Record]) -> str:
+    """Return what tuning changed, microseconds before and after."""
+    header = ("model", "T", "rank", "tried", "base", "->", "LoRA", "->")
+    rows = [
+        [
+            r["model"], str(r["problem"]["num_tokens"]), str(r["problem"]["max_rank"]),
+            str(r["tried"]), f"{r['before']['base_us']:.1f}", f"{r['after']['base_us']:.1f}",
+            f"{r['before']['lora_us']:.1f}", f"{r['after']['lora_us']:.1f}",
+        ]
+        for r in found
+    ]  # fmt: skip
+    notes = [f"wrong, so not timed: {text}" for r in found for text in r["wrong"]]
+    return "\n".join([text_table(header, rows), *notes])

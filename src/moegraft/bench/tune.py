@@ -138,12 +138,14 @@ def run_tune(
         best, after = descend(start, near, measured, seconds)
         before = tried[start]
         assert before is not None
+        wrong = measured.wrong
+        del case, weights, table, measured  # so that the next ones find their memory free
         yield {
             **head,
             "model": request.shape.name,
             "problem": dataclasses.asdict(problem),
             "tried": len(tried),
-            "wrong": measured.wrong,
+            "wrong": wrong,
             "before": {"config": dataclasses.asdict(start), **dataclasses.asdict(before)},
             "after": {"config": dataclasses.asdict(best), **dataclasses.asdict(after)},
         }

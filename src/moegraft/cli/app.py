@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moegraft._version import __version__
-from moegraft.cli import bench, demo, doctor, generate, inspect_adapter
+from moegraft.cli import bench, demo, doctor, generate, inspect_adapter, tune
 from moegraft.cli.output import Outcome, fail, print_json
 from moegraft.errors import MoegraftError
 
@@ -25,6 +25,7 @@ app.command("generate")(generate.generate)
 app.command("inspect")(inspect_adapter.inspect)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app)
+app.command("tune")(tune.tune)
 
 # typer brings its own copy of click since 0.26; this finds the class in either.
 _ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

@@ -87,3 +87,31 @@ def plot(
     from moegraft.bench import commands
 
     return outcome(commands.plot_records(records, to), as_json)
+
+
+@app.command("e2e")
+def end_to_end(
+    layers: Annotated[int, typer.Option(help="Layers; 48 is the whole model, 61 GB.")] = 48,
+    batch: Annotated[str, typer.Option(help="Rows.")] = "1,16,64",
+    adapters: Annotated[int, typer.Option(help="Adapters, mixed in turn.")] = 8,
+    rank: Annotated[int, typer.Option(help="Of each adapter.")] = 16,
+    prompt: Annotated[int, typer.Option(help="Tokens per row before the measurement.")] = 256,
+    steps: Annotated[int, typer.Option(help="Decode steps.")] = 64,
+    commit: Commit = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> Outcome:
+    """Decode with a random model of Qwen3-30B-A3B's sizes: no adapter, one, several mixed."""
+    from moegraft.bench import commands
+
+    result = commands.end_to_end(
+        layers=layers,
+        batches=batch,
+        adapters=adapters,
+        rank=rank,
+        prompt=prompt,
+        steps=steps,
+        commit=commit,
+        out=out,
+    )
+    return outcome(result, as_json)

@@ -1,6 +1,6 @@
 """Helpers for tests of this package and of engines that embed it: seeded inputs, strict comparison.
 
-Nothing here is imported by the rest of the package.
+Nothing here is imported by the rest of the package, but for the measurements of ``bench``.
 """
 
 from moegraft.testing.adapters import (
