@@ -24,7 +24,7 @@ from moegraft.bench.decode import DecodeSettings, run_decode, wrong
 from moegraft.bench.harness import MachineLimits, Timer, Timing
 from moegraft.bench.layer_runs import CheckedRun, Expected, LayerRun, WrongResultError
 from moegraft.bench.options import DecodeRequest, decode_requests, suite_requests
-from moegraft.bench.report import decode_table
+from moegraft.bench.report import decode_line, decode_table
 from moegraft.bench.shapes import MODELS, ModelShape, model_shape
 from moegraft.bench.traffic import expert_bytes, layer_traffic, reuse_bytes
 from moegraft.call import Mode
@@ -66,6 +66,7 @@ def test_a_whole_measurement(kind: str, style: str) -> None:
         assert math.isclose(serial["retention"], record["base"]["us"] / serial["us"])
         assert 0 < record["limit_us"]["base"] < record["limit_us"]["lora"]
     assert found[0]["live"] == 1 and found[1]["live"] == 2
+    assert decode_line(found[0]).startswith("  tiny T=1 rank 4, base")
     table = decode_table(found)
     assert "serial*" in table or "serial" in table
     assert "2/6" in table
@@ -84,6 +85,18 @@ def test_a_wrong_layer_is_never_timed() -> None:
     draw_factors(case.table, case.live[0], torch.Generator().manual_seed(5))
     with pytest.raises(WrongResultError, match="output"):
         CheckedRun(LayerRun.of_layer(case, None), expected, Timer(CPU, 1))
+
+
+def test_a_wrong_base_has_no_figures_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong_once = Expected.check_base
+
+    def check(self: Expected, base: torch.Tensor) -> dict[str, object]:
+        return wrong_once(self, 1.1 * base)
+
+    monkeypatch.setattr(Expected, "check_base", check)
+    (record,) = run_decode([DecodeRequest(TINY, 2, rank=4, live=1, slots=2)], CPU, QUICK)
+    assert set(record["base"]) == {"error"} and record["modes"] == {}
+    assert wrong([record]) == [record["base"]["error"]] and "output" in decode_table([record])
 
 
 def test_touched_bytes_are_counted_from_the_inputs() -> None:

@@ -41,7 +41,7 @@ def progress() -> Iterator[Say]:
     except ImportError:
         console = None
     if console is None or not console.is_terminal:
-        yield lambda text: print(f"{text} ...", file=sys.stderr, flush=True)
+        yield lambda text: print(text, file=sys.stderr, flush=True)
         return
     with console.status("") as status:
         yield status.update
@@ -63,7 +63,7 @@ def decode(
     """
     from moegraft.bench.decode import DecodeSettings, run_decode, wrong
     from moegraft.bench.harness import require_gpu
-    from moegraft.bench.report import decode_table
+    from moegraft.bench.report import decode_line, decode_table
 
     if repeats < 1:
         raise MoegraftError(f"--repeats must be at least 1, got {repeats}.")
@@ -74,6 +74,7 @@ def decode(
             found.append(record)
             if out is not None:
                 records.append(out, record)
+            say(decode_line(record))
     document: dict[str, Any] = {"records": records.rounded(found), "wrong": wrong(found)}
     text = decode_table(found)
     if plot is not None:

@@ -87,21 +87,7 @@ def measure_case(
             traffic.base_bytes + traffic.factor_bytes, traffic.base_flops + traffic.lora_flops
         ),
     }
-    expected = Expected(case)
-    base = _measure_base(case, expected, timer, cold)
-    base["share_of_limit"] = limit["base"] / base["us"]
-    modes: dict[str, Any] = {}
-    runs: dict[str, CheckedRun] = {}
-    for wanted in request.modes:
-        name, found = _measure_mode(case, wanted, expected, timer, cold, runs)
-        if name in modes:  # the plan's choice, asked for by its name too
-            continue
-        if "us" in found:
-            found["share_of_limit"] = limit["lora"] / found["us"]
-            found["retention"] = base["us"] / found["us"]
-        modes[name] = found
-    grouped = grouped_mm_seconds(case, timer)
-    return {
+    mine: dict[str, Any] = {
         "model": shape.name,
         "shape": [shape.num_experts, shape.hidden, shape.intermediate, shape.top_k],
         "tokens": request.tokens,
@@ -114,14 +100,31 @@ def measure_case(
         "reuse_bytes": case.reuse_bytes(),
         "traffic": traffic.record(),
         "limit_us": limit,
-        "base": base,
-        "modes": modes,
-        "grouped_mm_us": None if grouped is None else grouped * 1e6,
-        "live_peers": live_peers(case, LayerRun.of_layer(case, "base", lora=False).call(0), timer),
+        "modes": {},
         "peers": peers_of(
             shape.name, request.tokens, request.rank, request.live, request.kind, limits.copy
         ),
     }
+    expected = Expected(case)
+    try:
+        base = mine["base"] = _measure_base(case, expected, timer, cold)
+    except WrongResultError as error:
+        return {**mine, "base": {"error": str(error)}}
+    base["share_of_limit"] = limit["base"] / base["us"]
+    runs: dict[str, CheckedRun] = {}
+    for wanted in request.modes:
+        name, found = _measure_mode(case, wanted, expected, timer, cold, runs)
+        if name in mine["modes"]:  # the plan's choice, asked for by its name too
+            continue
+        if "us" in found:
+            found["share_of_limit"] = limit["lora"] / found["us"]
+            found["retention"] = base["us"] / found["us"]
+        mine["modes"][name] = found
+    grouped = grouped_mm_seconds(case, timer)
+    mine["grouped_mm_us"] = None if grouped is None else grouped * 1e6
+    plain = LayerRun.of_layer(case, "base", lora=False).call(0)
+    mine["live_peers"] = live_peers(case, plain, timer)
+    return mine
 
 
 def _measure_base(case: DecodeCase, expected: Expected, timer: Timer, cold: bool) -> dict[str, Any]:
@@ -176,4 +179,5 @@ def _measure_mode(
 
 def wrong(found: Sequence[records.Record]) -> list[str]:
     """Return what failed its check in some records."""
-    return [m["error"] for r in found for m in r["modes"].values() if "error" in m]
+    parts = [part for r in found for part in (r["base"], *r["modes"].values())]
+    return [part["error"] for part in parts if "error" in part]

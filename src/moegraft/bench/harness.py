@@ -176,7 +176,7 @@ def measure_limits(device: torch.device) -> MachineLimits:
 
 def _memory_rates(timer: Timer, elements: int) -> tuple[float, float]:
     """Return bytes per second read, and copied (read plus written), over int32 elements."""
-    data = torch.ones(elements, dtype=torch.int32, device=timer.device)
+    data = torch.randint(0, 1 << 30, (elements,), dtype=torch.int32, device=timer.device)
     source, target = data.chunk(2)
 
     def run_copy() -> None:

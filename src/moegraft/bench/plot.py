@@ -6,19 +6,24 @@ Needs matplotlib: ``pip install -e '.[bench]'`` in the clone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moegraft.bench.peer_figures import SGLANG, SGLANG_VIRTUAL, VLLM
+from moegraft.bench.curves import (
+    BASE,
+    FAINT,
+    INK,
+    Curve,
+    is_chosen,
+    kept_curves,
+    main_mode,
+    share_curves,
+    time_curves,
+)
 from moegraft.bench.records import Record
 from moegraft.bench.shapes import MODELS
 from moegraft.errors import MoegraftError
 
-_INK, _FAINT = "#1f2328", "#d0d7de"
-_LIMIT, _BASE, _LORA, _TORCH = "#8c959f", "#57606a", "#0969da", "#bf8700"
-#: One hue per peer, so that a peer looks the same in every picture.
-_PEERS = {VLLM: "#cf222e", SGLANG: "#8250df", SGLANG_VIRTUAL: "#1a7f37"}
 _KINDS = {
     "separate": "separate A",
     "fused": "one A for gate and up",
@@ -26,17 +31,6 @@ _KINDS = {
 }
 #: Points between the names of two lines.
 _LABEL_STEP = 11
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One line: its label, T -> value, colour, and how it is drawn (``-``, ``--``, ``:``)."""
-
-    label: str
-    points: dict[int, float]
-    colour: str
-    style: str = "-"
-    bold: bool = False
 
 
 def plot_decode(found: Sequence[Record], path: Path) -> tuple[Path, ...]:
@@ -53,8 +47,8 @@ def plot_decode(found: Sequence[Record], path: Path) -> tuple[Path, ...]:
         raise MoegraftError("There is nothing to draw: no case was measured at two or more T.")
     plt = _pyplot()
     with plt.rc_context(
-        {"font.size": 10, "axes.edgecolor": _FAINT, "axes.labelcolor": _INK, "text.color": _INK,
-         "xtick.color": _INK, "ytick.color": _INK, "font.family": "sans-serif"}
+        {"font.size": 10, "axes.edgecolor": FAINT, "axes.labelcolor": INK, "text.color": INK,
+         "xtick.color": INK, "ytick.color": INK, "font.family": "sans-serif"}
     ):  # fmt: skip
         return (
             _draw(plt, panels, time_curves, path, "microseconds per layer", True),
@@ -91,7 +85,7 @@ def _panels(found: Sequence[Record]) -> list[tuple[str, list[Record]]]:
         key = tuple(record[name] for name in names)
         known = cases.setdefault(key, {})
         before = known.get(record["tokens"])
-        if before is None or not _chosen(before) or _chosen(record):
+        if before is None or not is_chosen(before) or is_chosen(record):
             known[record["tokens"]] = record
     panels = []
     for key, by_tokens in cases.items():
@@ -107,102 +101,6 @@ def _panels(found: Sequence[Record]) -> list[tuple[str, list[Record]]]:
             )
         )
     return panels
-
-
-def main_mode(record: Record) -> str | None:
-    """Return the plan's own choice, else the first mode with figures; None when none has."""
-    timed = [name for name, m in record["modes"].items() if "us" in m]
-    chosen = [name for name in timed if record["modes"][name].get("chosen")]
-    return next(iter(chosen + timed), None)
-
-
-def _chosen(record: Record) -> bool:
-    return any(m.get("chosen") and "us" in m for m in record["modes"].values())
-
-
-def _ours(record: Record) -> dict[str, Any]:
-    mode = main_mode(record)
-    assert mode is not None
-    figures: dict[str, Any] = record["modes"][mode]
-    return figures
-
-
-def time_curves(rows: Sequence[Record]) -> list[Curve]:
-    """Return the lines of the first picture: limit, base, LoRA, torch's products, peers."""
-    curves = [
-        Curve("limit with LoRA", {r["tokens"]: r["limit_us"]["lora"] for r in rows}, _LIMIT, ":"),
-        Curve("moegraft base", {r["tokens"]: r["base"]["us"] for r in rows}, _BASE),
-        Curve("moegraft LoRA", {r["tokens"]: _ours(r)["us"] for r in rows}, _LORA, bold=True),
-        Curve(
-            "grouped_mm",
-            {r["tokens"]: r["grouped_mm_us"] for r in rows if r["grouped_mm_us"]},
-            _TORCH,
-            "--",
-        ),
-    ]
-    return curves + _peer_curves(rows, "lora_us")
-
-
-def share_curves(rows: Sequence[Record]) -> list[Curve]:
-    """Return the lines of the second picture: shares of the limit, in per cent."""
-    peers = [
-        Curve(
-            c.label,
-            {t: 100 * r["limit_us"]["lora"] / c.points[t]
-             for r in rows if (t := r["tokens"]) in c.points},
-            c.colour,
-            c.style,
-        )
-        for c in _peer_curves(rows, "lora_us")
-    ]  # fmt: skip
-    return [
-        Curve(
-            "moegraft base", {r["tokens"]: 100 * r["base"]["share_of_limit"] for r in rows}, _BASE
-        ),
-        Curve(
-            "LoRA", {r["tokens"]: 100 * _ours(r)["share_of_limit"] for r in rows}, _LORA, "-", True
-        ),
-        *peers,
-    ]
-
-
-def kept_curves(rows: Sequence[Record]) -> list[Curve]:
-    """Return the lines of the third picture: a system's base time over its LoRA time."""
-    peers = [
-        Curve(
-            c.label,
-            {t: 100 * base.points[t] / c.points[t] for t in c.points if t in base.points},
-            c.colour,
-            c.style,
-        )
-        for c, base in zip(
-            _peer_curves(rows, "lora_us"), _peer_curves(rows, "base_us"), strict=True
-        )
-    ]
-    ours = {r["tokens"]: 100 * _ours(r)["retention"] for r in rows}
-    bound = {r["tokens"]: 100 * r["limit_us"]["base"] / r["limit_us"]["lora"] for r in rows}
-    return [
-        Curve("limit", bound, _LIMIT, ":"),
-        Curve("moegraft LoRA", ours, _LORA, "-", True),
-        *(c for c in peers if c.points),
-    ]
-
-
-def _peer_curves(rows: Sequence[Record], which: str) -> list[Curve]:
-    """Return a line per stored peer with LoRA figures here; the same peers for every ``which``."""
-    systems = dict.fromkeys(
-        p["system"] for r in rows for p in r["peers"] if p["lora_us"] is not None
-    )
-    curves = []
-    for system in systems:
-        points = {
-            r["tokens"]: p[which]
-            for r in rows
-            for p in r["peers"]
-            if p["system"] == system and p[which] is not None
-        }
-        curves.append(Curve(system, points, _PEERS.get(system, _INK), "--"))
-    return curves
 
 
 def _draw(
@@ -225,7 +123,7 @@ def _draw(
         0.01, 0.004, f"{first['device']}, commit {first['commit']}; limit: touched bytes at "
         f"{limits['read_gb_s'] / 1e3:.2f} TB/s read in the same run; dashed: stored figures of "
         "peers, scaled by copy rate; grouped_mm: live, products only.",
-        fontsize=7.5, color=_BASE,
+        fontsize=7.5, color=BASE,
     )  # fmt: skip
     figure.tight_layout(rect=(0, 0.02, 1, 1))
     try:
@@ -259,7 +157,7 @@ def _panel(
         axis.set_ylim(0, 105)
     else:
         _plain_ticks(axis, [v for c in curves for v in c.points.values()])
-    axis.grid(color=_FAINT, linewidth=0.6)
+    axis.grid(color=FAINT, linewidth=0.6)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     axis.set_xlim(tokens[0] * 0.9, tokens[-1] * (tokens[-1] / tokens[0]) ** 0.38)

@@ -41,10 +41,20 @@ def decode_table(found: Sequence[Record]) -> str:
     notes = [
         f"{r['model']} T={r['tokens']} {name}: {m.get('note') or m.get('error')}"
         for r in found
-        for name, m in r["modes"].items()
+        for name, m in (("base", r["base"]), *r["modes"].items())
         if "us" not in m
     ]
     return "\n".join([head, "", text_table(header, rows), *notes])
+
+
+def decode_line(record: Record) -> str:
+    """Return a record in one line, for those who watch a run."""
+    parts = [f"{record['model']} T={record['tokens']} rank {record['rank']}"]
+    for name, figures in (("base", record["base"]), *record["modes"].items()):
+        done = "us" in figures
+        share = f" ({100 * figures['share_of_limit']:.0f} % of the limit)" if done else ""
+        parts.append(f"{name} {figures['us']:.1f} us{share}" if done else f"{name} -")
+    return "  " + ", ".join(parts)
 
 
 def _row(record: Record, mode: str) -> list[str]:
