@@ -11,22 +11,20 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
-import moegraft
 import tiny
-from moegraft.errors import MoegraftError, UnsupportedError
+from moegraft.errors import UnsupportedError
 from moegraft.graphs import StepRunner
 from moegraft.hosts.transformers import Graft
 from moegraft.hosts.transformers.graphed import LENGTH_STEP, MAX_KEPT, _DecodeSteps
 from moegraft.testing import assert_close
 from tiny_grafts import (
-    LOADED,
     ROWS,
     assert_rows_equal_merged,
     generate,
     graft_of,
-    load_cases,
-    new_graft,
+    greedy,
     prompts,
+    static_graft,
 )
 
 QWEN = "peft/0.21.2/qwen3_moe/"
@@ -35,34 +33,11 @@ NAME = "qwen3_moe"
 FULL = ("qwen3_moe", "mixtral", "olmoe")
 
 
-def static_graft(name: str = NAME, **options: Any) -> Graft:
-    """A graft that decodes on static memory, each step run by StepRunner."""
-    graft = new_graft(name, **options)
-    load_cases(graft, LOADED[name])
-    graft._use_graphs(StepRunner)
-    return graft
-
-
 @pytest.fixture
 def graft() -> Iterator[Graft]:
     graft = static_graft()
     yield graft
     graft.detach()
-
-
-def kept(graft: Graft) -> list[_DecodeSteps]:
-    assert graft._graphed is not None
-    return graft._graphed._free
-
-
-def greedy(graft: Graft, inputs: dict[str, torch.Tensor], rows: Any, count: int) -> torch.Tensor:
-    """Prompts and ``count`` most likely tokens, by one forward over everything per token."""
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    for _ in range(count):
-        logits = graft.forward(input_ids=ids, attention_mask=mask, adapters=rows).logits
-        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-    return ids
 
 
 @pytest.fixture
@@ -77,6 +52,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(StepRunner, "execute", execute)
     return seen
+
+
+def kept(graft: Graft) -> list[_DecodeSteps]:
+    assert graft._graphed is not None
+    return graft._graphed._free
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -276,73 +256,3 @@ def test_two_threads_decode_at_once_on_caches_of_their_own(graft: Graft) -> None
         thread.join()
     assert len(found) == 8
     assert all(torch.equal(out, expected[which]) for (which, _), out in found.items())
-
-
-def test_a_decoder_gives_the_tokens_of_generate(steps: list[int]) -> None:
-    graft, rows = static_graft(), ROWS[NAME]
-    inputs = prompts(len(rows))
-    expected = greedy(graft, inputs, rows, 6)
-    decoder = graft.decoder(len(rows), 13)
-    for _ in range(2):
-        first = decoder.prefill(inputs["input_ids"], rows, inputs["attention_mask"])
-        assert torch.equal(first, expected[:, 7])
-        assert torch.equal(decoder.step(), expected[:, 8])
-        assert torch.equal(decoder.run(4), expected)
-        assert torch.equal(decoder.tokens, expected)
-        with pytest.raises(MoegraftError, match="All 13 tokens per row are used"):
-            decoder.step()
-    base = decoder.prefill(inputs["input_ids"], None, inputs["attention_mask"])
-    alone = greedy(graft, inputs, None, 6)
-    assert torch.equal(base, alone[:, 7]) and torch.equal(decoder.run(5), alone)
-    assert len(steps) == 15
-
-
-def test_a_decoder_goes_on_with_the_tokens_it_is_given(graft: Graft) -> None:
-    inputs, rows = prompts(2), [f"{QWEN}experts", None]
-    decoder = graft.decoder(2, 16)
-    decoder.prefill(inputs["input_ids"], rows, inputs["attention_mask"])
-    forced = torch.tensor([[11, 12, 13], [21, 22, 23]])
-    chosen = [decoder.step(forced[:, i]).clone() for i in range(3)]
-    whole = torch.cat([inputs["input_ids"], forced], 1)
-    mask = torch.cat([inputs["attention_mask"], torch.ones_like(forced)], 1)
-    logits = graft.forward(input_ids=whole, attention_mask=mask, adapters=rows).logits
-    assert torch.equal(torch.stack(chosen, 1), logits[:, -3:].argmax(-1))
-    assert torch.equal(decoder.tokens[:, :-1], whole)
-
-
-def test_a_decoders_adapters_stay_until_its_batch_ends() -> None:
-    graft = static_graft(max_adapters=1)
-    inputs = prompts(1)
-    decoder = graft.decoder(1, 16)
-    with pytest.raises(MoegraftError, match="call prefill"):
-        decoder.step()
-    decoder.prefill(inputs["input_ids"], f"{QWEN}experts")
-    graft.unload(f"{QWEN}experts")
-    with pytest.raises(moegraft.AdapterError, match="in use by running batches"):
-        generate(graft, inputs, adapters=f"{QWEN}router")
-    decoder.step()
-    decoder.close()
-    generate(graft, inputs, adapters=f"{QWEN}router")
-    with pytest.raises(moegraft.AdapterError, match="no adapter"):
-        decoder.prefill(inputs["input_ids"], f"{QWEN}experts")
-
-
-@pytest.mark.parametrize("shape", [(1, 4), (3, 4), (2, 16), (2, 0)])
-def test_prompts_that_do_not_fit_a_decoder_are_refused(
-    graft: Graft, shape: tuple[int, int]
-) -> None:
-    decoder = graft.decoder(2, 16)
-    with pytest.raises(MoegraftError, match=r"takes 2 rows of 1 to 15 tokens"):
-        decoder.prefill(torch.ones(shape, dtype=torch.long))
-    with pytest.raises(MoegraftError, match="at least one row and two tokens"):
-        graft.decoder(0, 16)
-
-
-def test_detach_ends_decoders(graft: Graft) -> None:
-    decoder = graft.decoder(1, 16)
-    decoder.prefill(torch.ones(1, 4, dtype=torch.long))
-    graft.detach()
-    with pytest.raises(MoegraftError, match="call prefill"):
-        decoder.step()
-    with pytest.raises(MoegraftError, match="detached"):
-        decoder.prefill(torch.ones(1, 4, dtype=torch.long))

@@ -10,6 +10,7 @@ import torch
 
 import moegraft
 import tiny
+from moegraft.graphs import StepRunner
 from moegraft.hosts.transformers import Graft
 from moegraft.testing import assert_close
 
@@ -60,6 +61,24 @@ def graft_of(name: str, dtype: torch.dtype = torch.float32) -> Graft:
     graft = new_graft(name, dtype)
     load_cases(graft, LOADED[name])
     return graft
+
+
+def static_graft(name: str = "qwen3_moe", **options: Any) -> Graft:
+    """A graft that decodes on static memory, each step run by StepRunner: graphs need a GPU."""
+    graft = new_graft(name, **options)
+    load_cases(graft, LOADED[name])
+    graft._use_graphs(StepRunner)
+    return graft
+
+
+def greedy(graft: Graft, inputs: dict[str, torch.Tensor], rows: Any, count: int) -> torch.Tensor:
+    """Prompts and ``count`` most likely tokens, by one forward over everything per token."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    for _ in range(count):
+        logits = graft.forward(input_ids=ids, attention_mask=mask, adapters=rows).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    return ids
 
 
 def prompts(num_rows: int, length: int = 7, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -8,12 +8,14 @@ keeps it there for torch.compile), so nothing that the host knows is frozen in a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from moegraft.adapters import AdapterStore
 from moegraft.graphs import GraphRunner, StepRunner
+from moegraft.hosts.transformers import attention
 from moegraft.hosts.transformers.state import StepState
 from moegraft.static_batch import StaticInput
 from moegraft.types import TokenSlots
@@ -32,9 +34,9 @@ def why_not_static(model: Any) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         return "the model is an encoder-decoder"
-    attention = config._attn_implementation
-    if attention not in ATTENTION:
-        return f"attention {attention!r} is not one of {', '.join(ATTENTION)}"
+    kind = config._attn_implementation
+    if kind not in (*ATTENTION, attention.IMPLEMENTATION):
+        return f"attention {kind!r} is not one of {', '.join(ATTENTION)}"
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         return f"the model is spread over {', '.join(sorted(devices))}"
@@ -87,6 +89,7 @@ class StaticDecode:
         self.runner: StepRunner | None = None
         self._weights = weights_of(model)
         self._sites = store.sites_version
+        self._may_group = attention.may_group(model)
 
     @property
     def started(self) -> bool:
@@ -152,7 +155,8 @@ class StaticDecode:
         Returns:
             The logits, ``[B, 1, vocabulary]``.
         """
-        with self._state.use_step(slots, self.batch_size):
+        grouped = attention.grouped_attention(self.model) if self._may_group else nullcontext()
+        with self._state.use_step(slots, self.batch_size), grouped:
             output = forward(
                 **{name: inputs[name] for name in STEP_INPUTS},
                 **{**fixed, "past_key_values": self.cache, "use_cache": True, "return_dict": True},

@@ -1,0 +1,128 @@
+"""The decoder: greedy decoding of a batch without generate; its attention over grouped heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import moegraft
+from moegraft.errors import MoegraftError
+from moegraft.hosts.transformers import Graft
+from moegraft.hosts.transformers.attention import (
+    IMPLEMENTATION,
+    grouped_attention,
+    grouped_sdpa,
+    may_group,
+)
+from moegraft.testing import assert_close
+from tiny_grafts import ROWS, generate, greedy, prompts, static_graft
+
+QWEN = "peft/0.21.2/qwen3_moe/"
+NAME = "qwen3_moe"
+
+
+@pytest.fixture
+def graft() -> Iterator[Graft]:
+    graft = static_graft()
+    yield graft
+    graft.detach()
+
+
+def test_a_decoder_gives_the_tokens_of_plain_forwards() -> None:
+    graft, rows = static_graft(), ROWS[NAME]
+    inputs = prompts(len(rows))
+    expected = greedy(graft, inputs, rows, 6)
+    decoder = graft.decoder(len(rows), 13)
+    for _ in range(2):
+        first = decoder.prefill(inputs["input_ids"], rows, inputs["attention_mask"])
+        assert torch.equal(first, expected[:, 7])
+        assert torch.equal(decoder.step(), expected[:, 8])
+        assert torch.equal(decoder.run(4), expected)
+        assert torch.equal(decoder.tokens, expected)
+        with pytest.raises(MoegraftError, match="All 13 tokens per row are used"):
+            decoder.step()
+    base = decoder.prefill(inputs["input_ids"], None, inputs["attention_mask"])
+    alone = greedy(graft, inputs, None, 6)
+    assert torch.equal(base, alone[:, 7]) and torch.equal(decoder.run(5), alone)
+
+
+def test_a_decoder_goes_on_with_the_tokens_it_is_given(graft: Graft) -> None:
+    inputs, rows = prompts(2), [f"{QWEN}experts", None]
+    decoder = graft.decoder(2, 16)
+    decoder.prefill(inputs["input_ids"], rows, inputs["attention_mask"])
+    forced = torch.tensor([[11, 12, 13], [21, 22, 23]])
+    chosen = [decoder.step(forced[:, i]).clone() for i in range(3)]
+    whole = torch.cat([inputs["input_ids"], forced], 1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(forced)], 1)
+    logits = graft.forward(input_ids=whole, attention_mask=mask, adapters=rows).logits
+    assert torch.equal(torch.stack(chosen, 1), logits[:, -3:].argmax(-1))
+    assert torch.equal(decoder.tokens[:, :-1], whole)
+
+
+def test_a_decoders_adapters_stay_until_its_batch_ends() -> None:
+    graft = static_graft(max_adapters=1)
+    inputs = prompts(1)
+    decoder = graft.decoder(1, 16)
+    with pytest.raises(MoegraftError, match="call prefill"):
+        decoder.step()
+    decoder.prefill(inputs["input_ids"], f"{QWEN}experts")
+    graft.unload(f"{QWEN}experts")
+    with pytest.raises(moegraft.AdapterError, match="in use by running batches"):
+        generate(graft, inputs, adapters=f"{QWEN}router")
+    decoder.step()
+    decoder.close()
+    generate(graft, inputs, adapters=f"{QWEN}router")
+    with pytest.raises(moegraft.AdapterError, match="no adapter"):
+        decoder.prefill(inputs["input_ids"], f"{QWEN}experts")
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 4), (2, 16), (2, 0)])
+def test_prompts_that_do_not_fit_a_decoder_are_refused(
+    graft: Graft, shape: tuple[int, int]
+) -> None:
+    decoder = graft.decoder(2, 16)
+    with pytest.raises(MoegraftError, match=r"takes 2 rows of 1 to 15 tokens"):
+        decoder.prefill(torch.ones(shape, dtype=torch.long))
+    with pytest.raises(MoegraftError, match="at least one row and two tokens"):
+        graft.decoder(0, 16)
+
+
+def test_detach_ends_decoders(graft: Graft) -> None:
+    decoder = graft.decoder(1, 16)
+    decoder.prefill(torch.ones(1, 4, dtype=torch.long))
+    graft.detach()
+    with pytest.raises(MoegraftError, match="call prefill"):
+        decoder.step()
+    with pytest.raises(MoegraftError, match="detached"):
+        decoder.prefill(torch.ones(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_attention_of_one_token_over_grouped_heads_equals_transformers(
+    heads: int, masked: bool
+) -> None:
+    graft = static_graft()
+    module = graft.model.model.layers[0].self_attn
+    generator = torch.Generator().manual_seed(heads)
+    query = torch.randn(3, heads, 1, 8, generator=generator)
+    key, value = (torch.randn(3, 2, 9, 8, generator=generator) for _ in range(2))
+    mask = torch.rand(3, 1, 1, 9, generator=generator) > 0.3 if masked else None
+    module.num_key_value_groups = heads // 2
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, scaling=0.3)[0]
+    found, weights = grouped_sdpa(module, query, key, value, mask, scaling=0.3)
+    assert weights is None and found.shape == plain.shape
+    assert_close(found, plain, torch.float32)
+
+
+def test_grouped_attention_is_switched_on_for_a_step_only_and_for_plain_sdpa_only() -> None:
+    model = static_graft().model
+    assert not may_group(model)
+    model.set_attn_implementation("sdpa")
+    assert may_group(model)
+    with grouped_attention(model), grouped_attention(model):
+        assert model.config._attn_implementation == IMPLEMENTATION
+    assert model.config._attn_implementation == "sdpa"
