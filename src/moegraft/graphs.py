@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -75,8 +76,7 @@ class StepRunner:
             slots: adapter slot per row; None, or none live = the base graph.
 
         Returns:
-            The step's outputs, their first T rows. They are overwritten by the next call; clone
-            what must live longer.
+            The step's outputs, their first T rows, until the next call.
 
         Raises:
             MoegraftError: as :meth:`StaticBatch.load`.
@@ -101,6 +101,29 @@ class StepRunner:
     def drop(self, lora_only: bool = False) -> None:
         """Forget graphs (only those with adapters); they are captured again when needed."""
 
+    def follow(self) -> None:
+        """Let the current stream wait for the runner's last call, if that was on another."""
+
+
+@contextmanager
+def _no_waits(check: bool) -> Iterator[None]:
+    """Make a step that waits for the GPU an error, ahead of the capture that it would break.
+
+    A broken capture may leave CUDA unusable. Torch's switch is one for all threads, so it is left
+    alone where others may wait for the GPU with good reason.
+    """
+    # TMonitor is the thread of a progress bar.
+    threads = [t for t in threading.enumerate() if type(t).__name__ != "TMonitor"]
+    if not check or threads != [threading.current_thread()]:
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
 
 class _Graph(NamedTuple):
     """A captured step and where its outputs are."""
@@ -120,7 +143,8 @@ class GraphRunner(StepRunner):
         before_capture: called ahead of every capture; ``store.freeze`` for steps with adapters.
         changed: tensors that the step changes in place, such as a cache's length; a capture
             leaves them as they were.
-        warmup_runs: eager runs before each capture, in which everything is compiled.
+        warmup_runs: eager runs before each capture, in which everything is compiled; the last of
+            several finds a step that waits for the GPU.
 
     Raises:
         MoegraftError: no CUDA device. In a call: :class:`CaptureError`; what the step had changed
@@ -163,12 +187,11 @@ class GraphRunner(StepRunner):
         """
         kinds = (False, True) if lora else (False,)
         todo = [(bucket, kind) for bucket in reversed(self.batch.buckets) for kind in kinds]
+        tell = progress or (lambda done, total, text: None)
         for done, (bucket, kind) in enumerate(todo):
-            if progress is not None:
-                progress(done, len(todo), f"{'LoRA' if kind else 'base'}, {bucket} rows")
+            tell(done, len(todo), f"{'LoRA' if kind else 'base'}, {bucket} rows")
             self._graph(bucket, kind)
-        if progress is not None:
-            progress(len(todo), len(todo), "done")
+        tell(len(todo), len(todo), "done")
 
     @property
     def num_graphs(self) -> int:
@@ -176,24 +199,25 @@ class GraphRunner(StepRunner):
         return len(self._graphs)
 
     def load(self, inputs: Mapping[str, torch.Tensor], slots: TokenSlots | None = None) -> None:
-        """Copy a batch into the static buffers, on the current stream."""
-        stream = torch.cuda.current_stream(self.device)
-        if stream != self._last_stream:
-            stream.wait_stream(self._last_stream)
-            self._last_stream = stream
+        self.follow()
         super().load(inputs, slots)
 
     def execute(self) -> Outputs:
-        """Replay the graph of what was loaded; all rows of its bucket, padded ones included."""
+        self.follow()
         found = self._graph(self.batch.bucket_of(self._rows), bool(self._live))
         found.graph.replay()
         return found.outputs
 
     def drop(self, lora_only: bool = False) -> None:
-        """Forget graphs (only those with adapters); they are captured again when needed."""
         for key in list(self._graphs):
             if key[1] or not lora_only:
                 del self._graphs[key]
+
+    def follow(self) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._last_stream:
+            stream.wait_stream(self._last_stream)
+            self._last_stream = stream
 
     def _graph(self, bucket: int, lora: bool) -> _Graph:
         found = self._graphs.get((bucket, lora))
@@ -227,9 +251,10 @@ class GraphRunner(StepRunner):
         self._capture_stream.wait_stream(outer)
         with torch.cuda.stream(self._capture_stream):
             saved = [tensor.clone() for tensor in self._changed]
-            for _ in range(self._warmup_runs):
+            for i in range(self._warmup_runs):
                 try:
-                    run()
+                    with _no_waits(0 < i == self._warmup_runs - 1):
+                        run()
                 finally:
                     for tensor, value in zip(self._changed, saved, strict=True):
                         tensor.copy_(value)

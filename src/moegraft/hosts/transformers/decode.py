@@ -102,6 +102,8 @@ class StaticDecode:
         Graphs go when the model's weights are elsewhere, those with adapters also when adapters
         came to sites that had none when they were captured.
         """
+        if self.runner is not None:
+            self.runner.follow()
         self.cache.reset()
         weights, sites = weights_of(self.model), self._store.sites_version
         if self.runner is not None:

@@ -16,6 +16,8 @@ from moegraft.hosts.transformers.decode import StaticDecode, why_not_static
 from moegraft.hosts.transformers.state import StepState
 from moegraft.types import TokenSlots
 
+#: Caches are multiples of this many tokens: attention kernels want aligned masks.
+_CACHE_STEP = 64
 Rows = Callable[[str | Sequence[str | None] | None, int], AbstractContextManager[None]]
 
 
@@ -62,7 +64,8 @@ class Decoder:
         self._store = store
         self._rows = rows
         self._state = state
-        self._decode = StaticDecode(model, state, store, batch_size, max_length, runner)
+        width = -(-max_length // _CACHE_STEP) * _CACHE_STEP
+        self._decode = StaticDecode(model, state, store, batch_size, width, runner)
         self._held = ExitStack()
         self._length = 0
         parameter = next(model.parameters())
@@ -70,7 +73,7 @@ class Decoder:
             self._tokens = torch.zeros(
                 batch_size, max_length, dtype=torch.int64, device=parameter.device
             )
-            self._seen = torch.zeros_like(self._tokens, dtype=torch.bool)
+            self._seen = torch.zeros(batch_size, width, dtype=torch.bool, device=parameter.device)
             self._ids = self._tokens[:, :1].clone()
             self._positions = torch.zeros_like(self._ids)
             self._column = torch.zeros(1, dtype=torch.int64, device=parameter.device)

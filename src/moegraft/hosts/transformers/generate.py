@@ -100,6 +100,8 @@ class Generation:
 
     def _use_graphs(self, runner: type[StepRunner]) -> None:
         """Let generate run its decode steps with ``runner`` from now on."""
+        if self._graphed is not None:
+            self._graphed.close()
         self._graphed = GraphedGenerate(self.model, self._state, self.store, runner)
 
     def _drop_graphs(self) -> None:
