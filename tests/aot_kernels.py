@@ -29,12 +29,14 @@ BF16 += tuple(f"out{i}_ptr" for i in range(4))
 CONSTANTS: dict[str, Any] = {
     "TOP_K": 8, "GATE_START": 0, "UP_START": 768, "COLUMN_STEP": 1, "GATED": True,
     "HAS_BIAS": False, "KIND": "silu", "ALPHA": 1.0, "HAS_LIMIT": False, "LIMIT": 0.0,
-    "UP_SHIFT": 0.0, "UNIT": 8, "EVEN_K": True, "X_BY_TOKEN": True, "X_ROWS": "rows",
+    "UP_SHIFT": 0.0, "UNIT": 8, "EVEN_K": True, "X_BY_TOKEN": True, 
     "EVEN_N": True, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_R": 16, "BLOCK_H": 256,
     "BLOCK_I": 8, "BLOCK_J": 512, "BLOCK_E": 8, "CHOICES": 8, "NUM_EXPERTS": 128,
-    "OUT_BY_PAIR": True, "AFTER_H": True, "PREFETCH": True, "DOWN": False, "BLOCK_ROWS": 16,
-    "WEIGHTED": True, "H_BY_PAIR": False, "SWAP": False,
-    "SIDES": 2, "DELTA": "rows", "DENSE": False, "HAS_SLOTS": True, "PDL": True,
+    "OUT_BY_ROW": False, "AFTER_H": True, "PREFETCH": True, "DOWN": False, "BLOCK_ROWS": 16,
+    "WEIGHTED": True, "SWAP": False, "UNITS": False, "SPLITS": 1, "DELTA_EVEN_K": True,
+    "DELTA_EVEN_N": True, "DELTA_M": 16, "DELTA_R": 16, "DELTA_K": 128, "DELTA_N": 128,
+    "DELTA_STAGES": 4, "STAGES": 4,
+    "SIDES": 2, "DELTA": "some", "DENSE": False, "HAS_SLOTS": True, "PDL": True,
     "weight_stride_k": 1, "NUM_PROJECTIONS": 3, "MANY_RANKS": False, "ROWS": 16, "BLOCK_S": 32,
     "BLOCK_G": 128,
 }  # fmt: skip
@@ -60,11 +62,13 @@ def compile_kernel(kernel: Any, capability: int, **changes: Any) -> dict[str, An
 
 def main(capability: int) -> None:
     """Compile every kernel, with and without adapters, and print its name."""
-    for delta in ("none", "rows", "pairs"):
+    for delta in ("none", "some", "all"):
         for swap in (False, True):
             compile_kernel(gate_up_activation_kernel, capability, DELTA=delta, SWAP=swap)
             compile_kernel(grouped_gemm_kernel, capability, DELTA=delta, SWAP=swap)
         print(f"gate_up_activation, grouped_gemm delta={delta}")
+    compile_kernel(gate_up_activation_kernel, capability, UNITS=True, SPLITS=4)
+    compile_kernel(grouped_gemm_kernel, capability, UNITS=True, SPLITS=4)
     for dense in (True, False):
         compile_kernel(route_kernel, capability, DENSE=dense)
     for block_r, down in ((16, False), (64, True)):

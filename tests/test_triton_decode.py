@@ -32,6 +32,7 @@ CONFIG = FusedConfig(
 SWAPPED = FusedConfig(
     32, GemmConfig(16, 32, 4, 2, True), GemmConfig(32, 16, 4, 2, True), GemmConfig(32, 16, 4, 2)
 )
+MERGED = replace(CONFIG, merged=True, delta_splits=2, delta_programs=7)
 HIDDEN, INTERMEDIATE, EXPERTS = 40, 24, 5
 GPT_OSS = Activation("silu", limit=1.0, alpha=1.702, up_shift=1.0)
 LAYOUTS = {
@@ -61,7 +62,7 @@ def run(case: LayerCase, base: bool = False, config: FusedConfig = CONFIG) -> to
     for buffer in (ws.h, ws.y, ws.delta_gate_up, ws.delta_down):
         assert buffer is not None
         buffer.fill_(torch.nan)
-    for buffer in (ws.row_flags, ws.segments, ws.block_info, ws.counters, ws.row_pair, ws.pair_row):
+    for buffer in (ws.states, ws.segments, ws.block_info, ws.h_counter, ws.row_pair, ws.pair_row):
         buffer.fill_(1 << 20)
     call = LayerCall(
         case.x,
@@ -88,7 +89,7 @@ def check(case: LayerCase, config: FusedConfig = CONFIG) -> None:
     assert torch.equal(with_lora[rows], base[rows])
 
 
-@pytest.mark.parametrize("config", [CONFIG, SWAPPED], ids=["plain", "swapped"])
+@pytest.mark.parametrize("config", [CONFIG, SWAPPED, MERGED], ids=["plain", "swapped", "merged"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_and_activations_with_mixed_adapters_match_the_reference(
     name: str, config: FusedConfig

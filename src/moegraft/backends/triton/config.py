@@ -27,9 +27,11 @@ class FusedConfig:
     Attributes:
         block_m: rows per block.
         gate_up, down: tiles of the two GEMM launches.
-        delta: tile of the two lora_shrink_expand launches: block_k of the shrink, block_n of the
-            expand.
-        delta_programs: programs of those launches at most.
+        delta: tile of lora_shrink_expand: block_k of the shrink, block_n of the expand.
+        delta_programs: programs that compute the delta, at most.
+        delta_splits: ranges of output columns that a segment's delta is cut into, each by its own
+            program: more of them for few tokens. Products of ``A`` are repeated for each.
+        merged: the delta's programs are the first of the GEMM's launch, not a launch before it.
         prefetch: ask the L2 for down's weights before h is there (few tokens; out-major weights).
         pdl: programmatic dependent launch (Hopper and newer).
     """
@@ -39,5 +41,7 @@ class FusedConfig:
     down: GemmConfig
     delta: GemmConfig = GemmConfig(128, 128, 4, 4)
     delta_programs: int = 264
+    delta_splits: int = 1
+    merged: bool = False
     prefetch: bool = False
     pdl: bool = False

@@ -1,9 +1,10 @@
 """The whole layer on the fused kernels: modes ``in_kernel``, ``fused_serial`` and ``base``.
 
-    route -> lora_shrink_expand -> gate_up_activation -> lora_shrink_expand -> down -> finalize
+    route -> (lora_shrink_expand) gate_up_activation -> (lora_shrink_expand) down -> finalize
 
-``in_kernel`` and ``fused_serial`` differ in dependent launch alone: with it, a GEMM runs its K loop
-beside the delta's launch.
+The delta's programs are the first of the GEMM's launch, or a launch before it that the GEMM
+overtakes. ``in_kernel`` and ``fused_serial`` differ in dependent launch alone: without it, every
+launch follows the one before.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ def run_layer(
     ws = workspace or make_workspace(weights, pairs, config.block_m, lora)
     slots = call.slots.slots if call.slots is not None and lora else None
     run_route(call.topk_ids, slots, weights, ws, config, call.expert_offset)
-    if lora:
-        assert table is not None
+    if not lora:
+        table = None
+    if table is not None and not config.merged:
         run_delta(x, weights, table, ws, top_k, config, down=False)
-    run_gate_up(x, weights, ws, top_k, config, slots)
-    if lora:
-        assert table is not None
+    run_gate_up(x, weights, ws, top_k, config, table, slots)
+    if table is not None and not config.merged:
         run_delta(ws.h, weights, table, ws, top_k, config, down=True)
-    run_down(call.topk_weights, weights, ws, config, slots)
+    run_down(call.topk_weights, weights, ws, config, table, slots)
     run_finalize(ws, out, top_k, call.scale, config)
     return out

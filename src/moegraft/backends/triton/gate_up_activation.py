@@ -12,28 +12,32 @@ import triton
 import triton.language as tl
 
 from moegraft.backends.triton.activation import gated, pointwise
-from moegraft.backends.triton.delta import add_delta
+from moegraft.backends.triton.add_delta import add_delta
+from moegraft.backends.triton.segment_delta import run_unit
 from moegraft.backends.triton.sync import (
     launch_end,
     launch_next,
     launch_wait,
     signal,
-    wait_for,
+    wait_marked,
 )
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_rows"])
+@triton.jit(
+    do_not_specialize=[
+        "num_tiles", "num_pairs", "map_stride", "num_slots", "num_units", "delta_programs",
+    ]
+)  # fmt: skip
 def gate_up_activation_kernel(
     x_ptr,  # [T, H]
     weight_ptr,  # gate_up storage
     bias_ptr,  # [E, 2I] or unused
-    h_ptr,  # [rows, I] out, or [P, I] with H_BY_PAIR
-    delta_ptr,  # [rows, 2 (1 without a gate), I] fp32, or [P, 2, I] with DELTA "pairs"
-    row_flags_ptr,  # [2 (1), rows] int32
+    h_ptr,  # [P, I] out
+    delta_ptr,  # [P, 2 (1 without a gate), I]
+    states_ptr,  # [2 (1), P] int32
     row_pair_ptr,
     block_info_ptr,
-    slots_ptr,  # [T] int32; only read for DELTA "rows"
-    delta_counter_ptr,  # [blocks]
+    slots_ptr,  # [T] int32; only read for DELTA "some"
     h_counter_ptr,  # [blocks]
     hidden,
     intermediate,
@@ -43,7 +47,18 @@ def gate_up_activation_kernel(
     weight_stride_k,
     bias_stride,
     num_tiles,
-    num_rows,
+    num_pairs,
+    # The delta's units, if this launch runs them: see segment_delta.
+    arena_ptr,
+    segments_ptr,
+    records_ptr,
+    records_i32_ptr,
+    map_ptr,
+    slot_stride,
+    map_stride,
+    num_slots,
+    num_units,
+    delta_programs,
     TOP_K: tl.constexpr,
     GATE_START: tl.constexpr,
     UP_START: tl.constexpr,
@@ -55,21 +70,43 @@ def gate_up_activation_kernel(
     HAS_LIMIT: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_SHIFT: tl.constexpr,
-    DELTA: tl.constexpr,  # "none", "rows" (those with a flag) or "pairs" (all)
-    H_BY_PAIR: tl.constexpr,
+    DELTA: tl.constexpr,  # "none", "some" (pairs whose state says so) or "all" pairs
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     SWAP: tl.constexpr,  # weights as the left operand
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    UNITS: tl.constexpr,  # the first delta_programs programs run the delta's units
+    SPLITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    DELTA_EVEN_K: tl.constexpr,
+    DELTA_EVEN_N: tl.constexpr,
+    DELTA_M: tl.constexpr,
+    DELTA_R: tl.constexpr,
+    DELTA_K: tl.constexpr,
+    DELTA_N: tl.constexpr,
+    DELTA_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """See the top of the file."""
-    if DELTA == "none":
+    if UNITS or DELTA != "some":
         launch_wait(PDL)
     launch_next(PDL)
     pid = tl.program_id(0)
+    sides: tl.constexpr = 2 if GATED else 1
+    if UNITS:
+        if pid < delta_programs:
+            for unit in range(pid, num_units, delta_programs):
+                run_unit(
+                    unit, x_ptr, delta_ptr, states_ptr, arena_ptr, segments_ptr, row_pair_ptr,
+                    records_ptr, records_i32_ptr, map_ptr, h_counter_ptr, 0, num_pairs, hidden,
+                    intermediate, x_stride, slot_stride, map_stride, num_slots, TOP_K, False, sides,
+                    SPLITS, UNIT, DELTA_EVEN_K, DELTA_EVEN_N, BLOCK_M, DELTA_M, DELTA_R, DELTA_K,
+                    DELTA_N, DELTA_STAGES, PDL,
+                )  # fmt: skip
+            return
+        pid -= delta_programs
     block = pid // num_tiles
     # Past L1: read before launch_wait.
     info = tl.load(block_info_ptr + block, cache_modifier=".cg")
@@ -104,20 +141,22 @@ def gate_up_activation_kernel(
         if not EVEN_K:
             w_mask = w_mask & (k0 + k < hidden)[None, :]
             x_mask = x_mask & (k0 + k < hidden)[None, :]
-        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+        # Weights first: x has to wait for the rows' numbers.
         if EVEN_K and EVEN_N:
             w_up = tl.load(up_ptrs)
         else:
             w_up = tl.load(up_ptrs, mask=w_mask, other=0.0)
-        if SWAP:
-            up = tl.dot(w_up, tl.trans(x), up, input_precision="ieee")
-        else:
-            up = tl.dot(x, tl.trans(w_up), up, input_precision="ieee")
         if GATED:
             if EVEN_K and EVEN_N:
                 w_gate = tl.load(gate_ptrs)
             else:
                 w_gate = tl.load(gate_ptrs, mask=w_mask, other=0.0)
+        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+        if SWAP:
+            up = tl.dot(w_up, tl.trans(x), up, input_precision="ieee")
+        else:
+            up = tl.dot(x, tl.trans(w_up), up, input_precision="ieee")
+        if GATED:
             if SWAP:
                 gate = tl.dot(w_gate, tl.trans(x), gate, input_precision="ieee")
             else:
@@ -136,29 +175,27 @@ def gate_up_activation_kernel(
             gate += more.to(tl.float32)[None, :]
 
     if DELTA != "none":
-        if DELTA == "rows":
-            slots = tl.load(slots_ptr + tokens, mask=row_mask, other=-1)
-            expected = tl.sum((slots >= 0).to(tl.int32), 0) * (2 if GATED else 1)
-            wait_for(delta_counter_ptr + block, expected, PDL)
-        else:
-            launch_wait(PDL)
-        delta_rows = pairs if DELTA == "pairs" else rows
-        sides: tl.constexpr = 2 if GATED else 1
-        delta = delta_ptr + delta_rows.to(tl.int64)[:, None] * (sides * intermediate)
-        delta += columns[None, :]
-        mask = row_mask[:, None] & column_mask[None, :]
+        delta = delta_ptr + pairs.to(tl.int64)[:, None] * (sides * intermediate) + columns[None, :]
+        has_gate = row_mask
+        has_up = row_mask
+        if DELTA == "some":
+            has_slot = tl.load(slots_ptr + tokens, mask=row_mask, other=-1) >= 0
+            states = states_ptr + pairs
+            if GATED:
+                has_gate = wait_marked(states, SPLITS, has_slot, PDL)
+                states += num_pairs
+            has_up = wait_marked(states, SPLITS, has_slot, PDL)
         if GATED:
-            gate = add_delta(gate, delta, mask, row_flags_ptr, rows, row_mask, DELTA)
+            gate = add_delta(gate, delta, column_mask[None, :], has_gate)
             delta += intermediate
-            row_flags_ptr += num_rows
-        up = add_delta(up, delta, mask, row_flags_ptr, rows, row_mask, DELTA)
+        up = add_delta(up, delta, column_mask[None, :], has_up)
 
     if GATED:
         h = gated(gate, up, KIND, ALPHA, HAS_LIMIT, LIMIT, UP_SHIFT)
     else:
         h = pointwise(up, KIND, ALPHA)
-    h_rows = pairs if H_BY_PAIR else rows
-    h_ptrs = h_ptr + h_rows.to(tl.int64)[:, None] * intermediate + columns[None, :]
-    tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+    h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * intermediate + columns[None, :]
+    mask = row_mask[:, None] & column_mask[None, :]
+    tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_last")
     signal(h_counter_ptr + block, 1, PDL)
     launch_end(PDL)

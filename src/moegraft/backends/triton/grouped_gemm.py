@@ -1,8 +1,8 @@
 """A grouped GEMM over the blocks of rows: stage ``down`` with delta and routing weight; also raw.
 
 The same program as :mod:`moegraft.backends.triton.gate_up_activation` with one accumulator. As
-``down`` it reads the blocks' own rows of h and writes ``w * (W_down h + b + delta)`` to the row of
-the pair, so finalize only sums. As the unfused ``gate_up`` it reads x per token and writes rows.
+``down`` it reads h and writes ``w * (W_down h + b + delta)`` of every pair, so finalize only sums.
+As the unfused ``gate_up`` it reads x per token.
 """
 
 from __future__ import annotations
@@ -10,29 +10,36 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moegraft.backends.triton.delta import add_delta
+from moegraft.backends.triton.add_delta import add_delta
+from moegraft.backends.triton.segment_delta import run_unit
 from moegraft.backends.triton.sync import (
     launch_end,
     launch_next,
     launch_wait,
+    peek,
     prefetch_rows,
     wait_for,
+    wait_marked,
 )
 
 
-@triton.jit(do_not_specialize=["num_tiles", "h_tiles"])
+@triton.jit(
+    do_not_specialize=[
+        "num_tiles", "h_tiles", "num_pairs", "map_stride", "num_slots", "num_units",
+        "delta_programs",
+    ]
+)  # fmt: skip
 def grouped_gemm_kernel(
-    x_ptr,  # [rows, K], [P, K] or [T, K]; see X_ROWS
+    x_ptr,  # [P, K], or [T, K] with X_BY_TOKEN
     weight_ptr,  # [E, N, K] by strides
     bias_ptr,  # [E, N] or unused
     topk_weights_ptr,  # [P] float, or unused
-    out_ptr,  # [P, N] out, or [rows, N] without OUT_BY_PAIR
-    delta_ptr,  # [rows, N] fp32 or [P, N]
-    row_flags_ptr,  # [rows] int32
+    out_ptr,  # [P, N] out, or [rows, N] with OUT_BY_ROW
+    delta_ptr,  # [P, N]
+    states_ptr,  # [P] int32
     row_pair_ptr,
     block_info_ptr,
-    slots_ptr,  # [T] int32; only read for DELTA "rows"
-    delta_counter_ptr,  # [blocks]
+    slots_ptr,  # [T] int32; only read for DELTA "some"
     h_counter_ptr,  # [blocks]
     h_tiles,  # what a block's counter reaches when its rows of x are there
     size_n,
@@ -43,20 +50,42 @@ def grouped_gemm_kernel(
     weight_stride_k,
     bias_stride,
     num_tiles,
+    num_pairs,
+    # The delta's units, if this launch runs them: see segment_delta.
+    arena_ptr,
+    segments_ptr,
+    records_ptr,
+    records_i32_ptr,
+    map_ptr,
+    slot_stride,
+    map_stride,
+    num_slots,
+    num_units,
+    delta_programs,
     TOP_K: tl.constexpr,
     AFTER_H: tl.constexpr,  # x is h of this layer: wait for a block's rows, not for the launch
     PREFETCH: tl.constexpr,  # ask the L2 for the weights before that wait
-    X_ROWS: tl.constexpr,  # "rows", "pairs" or "tokens"
-    OUT_BY_PAIR: tl.constexpr,
+    X_BY_TOKEN: tl.constexpr,
+    OUT_BY_ROW: tl.constexpr,
     WEIGHTED: tl.constexpr,  # multiply by the routing weight
     HAS_BIAS: tl.constexpr,
-    DELTA: tl.constexpr,  # "none", "rows" (those with a flag) or "pairs" (all)
+    DELTA: tl.constexpr,  # "none", "some" (pairs whose state says so) or "all" pairs
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     SWAP: tl.constexpr,  # weights as the left operand
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    UNITS: tl.constexpr,  # the first delta_programs programs run the delta's units
+    SPLITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    DELTA_EVEN_K: tl.constexpr,
+    DELTA_EVEN_N: tl.constexpr,
+    DELTA_M: tl.constexpr,
+    DELTA_R: tl.constexpr,
+    DELTA_K: tl.constexpr,
+    DELTA_N: tl.constexpr,
+    DELTA_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """See the top of the file."""
@@ -64,10 +93,24 @@ def grouped_gemm_kernel(
         launch_wait(PDL)
     launch_next(PDL)
     pid = tl.program_id(0)
+    if UNITS:
+        if pid < delta_programs:
+            for unit in range(pid, num_units, delta_programs):
+                run_unit(
+                    unit, x_ptr, delta_ptr, states_ptr, arena_ptr, segments_ptr, row_pair_ptr,
+                    records_ptr, records_i32_ptr, map_ptr, h_counter_ptr, h_tiles, num_pairs,
+                    size_k, size_n, x_stride, slot_stride, map_stride, num_slots, TOP_K, True, 1,
+                    SPLITS, UNIT, DELTA_EVEN_K, DELTA_EVEN_N, BLOCK_M, DELTA_M, DELTA_R, DELTA_K,
+                    DELTA_N, DELTA_STAGES, PDL,
+                )  # fmt: skip
+            return
+        pid -= delta_programs
     m = tl.arange(0, BLOCK_M)
     block = pid // num_tiles
     # Past L1: read before launch_wait.
     info = tl.load(block_info_ptr + block, cache_modifier=".cg")
+    if AFTER_H:
+        seen = peek(h_counter_ptr + block, PDL)
     live_rows = info % 256
     if live_rows == 0:
         launch_end(PDL)
@@ -78,12 +121,7 @@ def grouped_gemm_kernel(
     columns = (pid % num_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = columns < size_n
     pairs = tl.load(row_pair_ptr + rows, mask=row_mask, other=0, cache_modifier=".cg")
-    if X_ROWS == "rows":
-        x_rows = rows
-    elif X_ROWS == "pairs":
-        x_rows = pairs
-    else:
-        x_rows = pairs // TOP_K
+    x_rows = pairs // TOP_K if X_BY_TOKEN else pairs
 
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * x_stride + k[None, :]
@@ -97,7 +135,7 @@ def grouped_gemm_kernel(
         if PREFETCH:
             first = weight_ptr + expert * weight_stride_e
             prefetch_rows(first + columns.to(tl.int64) * weight_stride_n, size_k * 2, PDL)
-        wait_for(h_counter_ptr + block, h_tiles, PDL)
+        wait_for(h_counter_ptr + block, seen, h_tiles, PDL)
     if SWAP:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
@@ -108,11 +146,11 @@ def grouped_gemm_kernel(
         if not EVEN_K:
             w_mask = w_mask & (k0 + k < size_k)[None, :]
             x_mask = x_mask & (k0 + k < size_k)[None, :]
-        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
         if EVEN_K and EVEN_N:
             w = tl.load(weight_ptrs)
         else:
             w = tl.load(weight_ptrs, mask=w_mask, other=0.0)
+        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
         if SWAP:
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
@@ -125,20 +163,19 @@ def grouped_gemm_kernel(
         bias = tl.load(bias_ptr + expert * bias_stride + columns, mask=column_mask, other=0.0)
         acc += bias.to(tl.float32)[None, :]
 
-    mask = row_mask[:, None] & column_mask[None, :]
     if DELTA != "none":
-        if DELTA == "rows":
-            slots = tl.load(slots_ptr + pairs // TOP_K, mask=row_mask, other=-1)
-            wait_for(delta_counter_ptr + block, tl.sum((slots >= 0).to(tl.int32), 0), PDL)
-        else:
-            launch_wait(PDL)
-        delta_rows = pairs if DELTA == "pairs" else rows
-        delta = delta_ptr + delta_rows.to(tl.int64)[:, None] * size_n + columns[None, :]
-        acc = add_delta(acc, delta, mask, row_flags_ptr, rows, row_mask, DELTA)
+        has_delta = row_mask
+        if DELTA == "some":
+            has_slot = tl.load(slots_ptr + pairs // TOP_K, mask=row_mask, other=-1) >= 0
+            has_delta = wait_marked(states_ptr + pairs, SPLITS, has_slot, PDL)
+        delta = delta_ptr + pairs.to(tl.int64)[:, None] * size_n + columns[None, :]
+        acc = add_delta(acc, delta, column_mask[None, :], has_delta)
     if WEIGHTED:
         weight = tl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0).to(tl.float32)
         acc = acc * weight[:, None]
-    out_rows = pairs if OUT_BY_PAIR else rows
+    out_rows = rows if OUT_BY_ROW else pairs
     out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * size_n + columns[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    out = acc.to(out_ptr.dtype.element_ty)
+    mask = row_mask[:, None] & column_mask[None, :]
+    tl.store(out_ptrs, out, mask=mask, eviction_policy="evict_last")
     launch_end(PDL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def run_route(
     expert_programs = 0 if dense else triton.cdiv(num_experts + 1, block_e)
     route_kernel[(pair_programs + expert_programs,)](
         topk_ids, ws.pair_row if slots is None else slots,
-        ws.row_pair, ws.pair_row, ws.segments, ws.row_flags, ws.block_info, ws.counters,
+        ws.row_pair, ws.pair_row, ws.segments, ws.states, ws.block_info, ws.h_counter,
         pairs, expert_offset, ws.num_blocks, pair_programs,
         TOP_K=topk_ids.shape[1], NUM_EXPERTS=num_experts, BLOCK_M=config.block_m, BLOCK_I=block_i,
         BLOCK_J=min(512, triton.next_power_of_2(pairs)), BLOCK_E=block_e, DENSE=dense,
@@ -58,27 +59,102 @@ def run_delta(
     config: FusedConfig,
     down: bool,
 ) -> None:
-    """Launch lora_shrink_expand for gate and up (x per token) or for down (rows of h)."""
+    """Launch lora_shrink_expand for gate and up (x per token) or for down (h per pair)."""
     tile = config.delta
-    sides = 2 if weights.layout.gated and not down else 1
-    first = table.records.shape[1] - 1 if down else 0
+    units = DeltaUnits.of(weights, table, ws, config, down)
     out = ws.delta_down if down else ws.delta_gate_up
-    assert out is not None and table.expert_map is not None
-    records = table.records[:, first:]
-    size_k, size_n = x.shape[1], out.shape[1] // sides
-    units = ws.num_pairs * sides
-    lora_shrink_expand_kernel[(min(units, config.delta_programs),)](
-        x, out, ws.row_flags[2 if down else 0], table.arena.data, ws.segments, ws.row_pair,
-        records, records.view(torch.int32), table.expert_map, ws.counters[2 if down else 0],
-        ws.counters[1], gate_up_tiles(weights, config), units,
-        size_k, size_n, x.stride(0), table.records.stride(0), table.expert_map.stride(0),
-        ws.row_flags.shape[1], table.num_slots,
-        TOP_K=top_k, DOWN=down, SIDES=sides, BLOCK_ROWS=config.block_m,
-        UNIT=UNIT_BYTES // table.arena.data.element_size(),
-        EVEN_K=size_k % tile.block_k == 0, EVEN_N=size_n % tile.block_n == 0,
-        BLOCK_M=SEGMENT_ROWS, BLOCK_R=block_r(table.max_rank), BLOCK_K=tile.block_k,
-        BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages, **_pdl(config),
+    lora_shrink_expand_kernel[(min(units.num_units, config.delta_programs),)](
+        x, out, ws.states[2 if down else 0], table.arena.data, ws.segments, ws.row_pair,
+        units.records, units.records.view(torch.int32), table.expert_map, ws.h_counter,
+        gate_up_tiles(weights, config), units.num_units, ws.num_pairs, units.size_k, units.size_n,
+        x.stride(0), table.records.stride(0), units.map_stride, table.num_slots,
+        TOP_K=top_k, DOWN=down, SIDES=units.sides, SPLITS=config.delta_splits, UNIT=units.unit,
+        EVEN_K=units.even_k, EVEN_N=units.even_n, BLOCK_ROWS=config.block_m, BLOCK_M=SEGMENT_ROWS,
+        BLOCK_R=block_r(table.max_rank), BLOCK_K=tile.block_k, BLOCK_N=tile.block_n,
+        STAGES=tile.num_stages, num_warps=tile.num_warps, **_pdl(config),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DeltaUnits:
+    """What describes the units of one side's delta; see :mod:`.segment_delta`."""
+
+    records: torch.Tensor
+    num_units: int
+    size_k: int
+    size_n: int
+    sides: int
+    map_stride: int
+    unit: int
+    even_k: bool
+    even_n: bool
+
+    @staticmethod
+    def of(
+        weights: ExpertWeights, table: SiteTable, ws: Workspace, config: FusedConfig, down: bool
+    ) -> DeltaUnits:
+        """Describe the units of gate and up, or of down."""
+        assert table.expert_map is not None
+        tile = config.delta
+        sides = 2 if weights.layout.gated and not down else 1
+        sizes = (weights.hidden, weights.intermediate)
+        size_k, size_n = sizes[::-1] if down else sizes
+        return DeltaUnits(
+            records=table.records[:, table.records.shape[1] - 1 if down else 0 :],
+            num_units=ws.num_pairs * sides * config.delta_splits,
+            size_k=size_k,
+            size_n=size_n,
+            sides=sides,
+            map_stride=table.expert_map.stride(0),
+            unit=UNIT_BYTES // table.arena.data.element_size(),
+            even_k=size_k % tile.block_k == 0,
+            even_n=size_n % (tile.block_n * config.delta_splits) == 0,
+        )
+
+
+def _delta_args(
+    weights: ExpertWeights,
+    table: SiteTable | None,
+    ws: Workspace,
+    config: FusedConfig,
+    down: bool,
+) -> tuple[int, dict[str, Any]]:
+    """Return a GEMM's programs for the delta and its arguments for them."""
+    if table is None or not config.merged:
+        none = dict.fromkeys(
+            ("arena_ptr", "segments_ptr", "records_ptr", "records_i32_ptr", "map_ptr")
+        )
+        zero = dict.fromkeys(
+            ("slot_stride", "map_stride", "num_slots", "num_units", "delta_programs"), 0
+        )
+        off = dict.fromkeys(("UNITS", "DELTA_EVEN_K", "DELTA_EVEN_N"), False)
+        one = dict.fromkeys(("UNIT", "DELTA_M", "DELTA_R", "DELTA_K", "DELTA_N", "DELTA_STAGES"), 1)
+        return 0, {**none, **zero, **off, **one, "SPLITS": config.delta_splits}
+    tile = config.delta
+    units = DeltaUnits.of(weights, table, ws, config, down)
+    programs = min(units.num_units, config.delta_programs)
+    return programs, {
+        "arena_ptr": table.arena.data,
+        "segments_ptr": ws.segments,
+        "records_ptr": units.records,
+        "records_i32_ptr": units.records.view(torch.int32),
+        "map_ptr": table.expert_map,
+        "slot_stride": table.records.stride(0),
+        "map_stride": units.map_stride,
+        "num_slots": table.num_slots,
+        "num_units": units.num_units,
+        "delta_programs": programs,
+        "UNITS": True,
+        "SPLITS": config.delta_splits,
+        "UNIT": units.unit,
+        "DELTA_EVEN_K": units.even_k,
+        "DELTA_EVEN_N": units.even_n,
+        "DELTA_M": SEGMENT_ROWS,
+        "DELTA_R": block_r(table.max_rank),
+        "DELTA_K": tile.block_k,
+        "DELTA_N": tile.block_n,
+        "DELTA_STAGES": tile.num_stages,
+    }
 
 
 def gate_up_tiles(weights: ExpertWeights, config: FusedConfig) -> int:
@@ -97,9 +173,10 @@ def run_gate_up(
     ws: Workspace,
     top_k: int,
     config: FusedConfig,
-    slots: torch.Tensor | None,
+    table: SiteTable | None = None,
+    slots: torch.Tensor | None = None,
 ) -> None:
-    """Launch gate_up_activation; with slots it adds the delta that :func:`run_delta` left."""
+    """Launch gate_up_activation; with table and slots it adds (if merged, computes) the delta."""
     tile, layout, act = config.gate_up, weights.layout, weights.activation
     inter, hidden = weights.intermediate, weights.hidden
     up = layout.columns("up", inter)
@@ -107,19 +184,20 @@ def run_gate_up(
     w = weights.gate_up_oi
     bias = weights.gate_up_bias
     tiles = gate_up_tiles(weights, config)
-    gate_up_activation_kernel[(ws.num_blocks * tiles,)](
-        x, weights.gate_up, bias, ws.h, ws.delta_gate_up, ws.row_flags, ws.row_pair, ws.block_info,
-        slots, ws.counters[0], ws.counters[1],
+    programs, delta = _delta_args(weights, table, ws, config, down=False)
+    gate_up_activation_kernel[(programs + ws.num_blocks * tiles,)](
+        x, weights.gate_up, bias, ws.h, ws.delta_gate_up, ws.states, ws.row_pair, ws.block_info,
+        slots, ws.h_counter,
         hidden, inter, x.stride(0), w.stride(0), w.stride(1), w.stride(2),
-        0 if bias is None else bias.stride(0), tiles, ws.row_flags.shape[1],
+        0 if bias is None else bias.stride(0), tiles, ws.num_pairs,
         TOP_K=top_k, GATE_START=gate.start, UP_START=up.start, COLUMN_STEP=up.step or 1,
         GATED=layout.gated, HAS_BIAS=bias is not None,
         KIND=act.kind, ALPHA=act.alpha, UP_SHIFT=act.up_shift,
         HAS_LIMIT=act.limit is not None, LIMIT=act.limit or 0.0,
-        DELTA="none" if slots is None else "rows", H_BY_PAIR=False,
+        DELTA="none" if slots is None else "some",
         EVEN_K=hidden % tile.block_k == 0, EVEN_N=inter % tile.block_n == 0, SWAP=tile.swap,
         BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **_pdl(config),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **delta, **_pdl(config),
     )  # fmt: skip
 
 
@@ -128,25 +206,26 @@ def run_down(
     weights: ExpertWeights,
     ws: Workspace,
     config: FusedConfig,
-    slots: torch.Tensor | None,
+    table: SiteTable | None = None,
+    slots: torch.Tensor | None = None,
 ) -> None:
-    """Launch down with the routing weight; with slots it adds the delta of :func:`run_delta`."""
+    """Launch down with the routing weight; table and slots as in :func:`run_gate_up`."""
     tile, w = config.down, weights.down_oi
     inter, hidden = weights.intermediate, weights.hidden
     bias = weights.down_bias
     tiles = triton.cdiv(hidden, tile.block_n)
-    grouped_gemm_kernel[(ws.num_blocks * tiles,)](
-        ws.h, weights.down, bias, topk_weights, ws.y, ws.delta_down, ws.row_flags[2],
-        ws.row_pair, ws.block_info, slots, ws.counters[2], ws.counters[1],
-        gate_up_tiles(weights, config),
+    programs, delta = _delta_args(weights, table, ws, config, down=True)
+    grouped_gemm_kernel[(programs + ws.num_blocks * tiles,)](
+        ws.h, weights.down, bias, topk_weights, ws.y, ws.delta_down, ws.states[2],
+        ws.row_pair, ws.block_info, slots, ws.h_counter, gate_up_tiles(weights, config),
         hidden, inter, ws.h.stride(0), w.stride(0), w.stride(1), w.stride(2),
-        0 if bias is None else bias.stride(0), tiles,
+        0 if bias is None else bias.stride(0), tiles, ws.num_pairs,
         TOP_K=topk_weights.shape[1], AFTER_H=True, PREFETCH=config.prefetch,
-        X_ROWS="rows", OUT_BY_PAIR=True, WEIGHTED=True, HAS_BIAS=bias is not None,
-        DELTA="none" if slots is None else "rows",
+        X_BY_TOKEN=False, OUT_BY_ROW=False, WEIGHTED=True, HAS_BIAS=bias is not None,
+        DELTA="none" if slots is None else "some",
         EVEN_K=inter % tile.block_k == 0, EVEN_N=hidden % tile.block_n == 0, SWAP=tile.swap,
         BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **_pdl(config),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **delta, **_pdl(config),
     )  # fmt: skip
 
 

@@ -47,9 +47,9 @@ def route_kernel(
     row_pair_ptr,  # [rows] int32 out
     pair_row_ptr,  # [P] int32 out, -1 = not local
     segments_ptr,  # [P, 4] int32 out, see above; not written without slots
-    row_flags_ptr,  # [3, rows] int32 out: 0; lora_shrink_expand sets those that get a delta
+    states_ptr,  # [3, P] int32 out: 0; see Workspace; not written without slots
     block_info_ptr,  # [blocks] int32 out: expert * 256 + rows
-    counters_ptr,  # [3, blocks] int32 out: 0; see Workspace
+    h_counter_ptr,  # [blocks] int32 out: 0; see Workspace
     num_pairs,
     expert_offset,
     num_blocks,
@@ -70,7 +70,7 @@ def route_kernel(
     pid = tl.program_id(0)
     if pid >= pair_programs:
         _write_blocks(
-            pid - pair_programs, topk_ids_ptr, slots_ptr, block_info_ptr, counters_ptr, num_pairs,
+            pid - pair_programs, topk_ids_ptr, slots_ptr, block_info_ptr, h_counter_ptr, num_pairs,
             expert_offset, num_blocks, TOP_K, NUM_EXPERTS, BLOCK_M, BLOCK_J, BLOCK_E,
         )  # fmt: skip
         return
@@ -111,8 +111,7 @@ def route_kernel(
         b = tl.arange(0, BLOCK_I)
         count = tl.sum(opens, 0)
         tl.store(block_info_ptr + b, 0, mask=(b >= count) & (b < num_blocks))
-        for kind in tl.static_range(3):
-            tl.store(counters_ptr + kind * num_blocks + b, 0, mask=b < num_blocks)
+        tl.store(h_counter_ptr + b, 0, mask=b < num_blocks)
         same = tl.sum((expert[None, :] == expert[:, None]).to(tl.int32), 1)
         info = expert * 256 + tl.minimum(same - block_in_expert * BLOCK_M, BLOCK_M)
         tl.store(block_info_ptr + block, info, mask=opens != 0)
@@ -132,12 +131,12 @@ def route_kernel(
         tl.store(segment + 2, slot, mask=in_range)
         tl.store(segment + 3, expert, mask=in_range)
         for side in tl.static_range(3):
-            tl.store(row_flags_ptr + side * num_blocks * BLOCK_M + row, 0, mask=local)
+            tl.store(states_ptr + side * num_pairs + i, 0, mask=in_range)
 
 
 @triton.jit
 def _write_blocks(
-    pid, topk_ids_ptr, slots_ptr, block_info_ptr, counters_ptr, num_pairs, expert_offset,
+    pid, topk_ids_ptr, slots_ptr, block_info_ptr, h_counter_ptr, num_pairs, expert_offset,
     num_blocks, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -165,5 +164,4 @@ def _write_blocks(
         rows = tl.where(e < NUM_EXPERTS, rows, 0)
         mask = first + c < last
         tl.store(block_info_ptr + first + c, e * 256 + rows, mask=mask)
-        for kind in tl.static_range(3):
-            tl.store(counters_ptr + kind * num_blocks + first + c, 0, mask=mask)
+        tl.store(h_counter_ptr + first + c, 0, mask=mask)

@@ -7,17 +7,18 @@ Without dependent launch all of these do nothing: launches of a stream follow on
 
 How a layer uses it::
 
-    route    gate_up waits for route, then its programs signal ``h`` of their block
-    delta    (gate and up) waits for route, then signals per block; gate_up waits behind its K loop
-    delta    (down) waits for ``h`` of its segment's block, then signals
-    down     waits for ``h`` of its block, runs its K loop, waits for the delta of its block
+    route    waits for everything before it
+    gate_up  waits for route; its programs signal ``h`` of their block
+    down     waits for ``h`` of its block
+    delta    the first programs of gate_up and down, or a launch before them: signals ``state`` of
+             its pairs, for which the GEMM's programs wait behind their K loop
 
 So the launches flow into one another: the first programs of down run while the last ones of gate_up
 still do, and the factors are read beside the weights. Three rules keep it right:
 
 * **Progress.** Programs of a launch start only when every program of the launch before it has
-  called ``launch_next`` or ended. So whoever spins waits for programs that run already, and those
-  never wait for anything behind them.
+  called ``launch_next`` or ended, and those of one launch in the order of their numbers. So whoever
+  spins waits for programs that run already, and those never wait for anything behind them.
 * **Completion.** The last program of every launch calls ``launch_wait`` before it ends, so a launch
   is complete only when all before it are: whoever waits for one has waited for all.
 * **What may be read without a wait.** What was complete when the launch before passed its
@@ -65,11 +66,44 @@ def signal(counter_ptr, amount, PDL: tl.constexpr):
 
 
 @triton.jit
-def wait_for(counter_ptr, amount, PDL: tl.constexpr):
-    """Wait until a counter has reached ``amount``; what its writers stored may be read then."""
+def mark(state_ptrs, has_delta, mask):
+    """Count one more part of these pairs' delta as there: +1, and +256 if it has any value."""
+    tl.debug_barrier()
+    amount = tl.zeros_like(state_ptrs.to(tl.int64)).to(tl.int32) + 1 + has_delta.to(tl.int32) * 256
+    tl.atomic_add(state_ptrs, amount, mask=mask, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_marked(state_ptrs, parts, mask, PDL: tl.constexpr):
+    """Wait until all parts of these pairs' delta are there; return which pairs have one."""
     if PDL:
-        while tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu") < amount:
-            pass
+        state = tl.atomic_add(state_ptrs, 0, mask=mask, sem="acquire", scope="gpu")
+        while tl.min(tl.where(mask, state % 256, parts), 0) < parts:
+            state = tl.atomic_add(state_ptrs, 0, mask=mask, sem="acquire", scope="gpu")
+        tl.debug_barrier()
+    else:
+        state = tl.load(state_ptrs, mask=mask, other=0)
+    return mask & (state >= 256)
+
+
+@triton.jit
+def peek(counter_ptr, PDL: tl.constexpr):
+    """Read a counter early, so that :func:`wait_for` need not ask when it is full already."""
+    if PDL:
+        return tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu")
+    else:
+        return 0
+
+
+@triton.jit
+def wait_for(counter_ptr, seen, amount, PDL: tl.constexpr):
+    """Wait until a counter has reached ``amount``; what its writers stored may be read then.
+
+    ``seen`` is what :func:`peek` returned, or 0.
+    """
+    if PDL:
+        while seen < amount:
+            seen = tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu")
         tl.debug_barrier()
 
 

@@ -16,21 +16,22 @@ MAX_DENSE_PAIRS = 32
 class Workspace:
     """What the launches of one layer call hand to one another; one per stream and per graph.
 
-    ``rows = num_blocks * block_m`` is the most rows that any routing of P pairs can need.
+    ``rows = num_blocks * block_m`` is the most rows that any routing of P pairs can need. What a
+    pair has, lies at the pair's number; rows only say which pairs a block holds.
 
     Attributes:
         row_pair: int32 ``[rows]``, pair of a row; rows past a block's end hold anything.
         pair_row: int32 ``[P]``, -1 = the pair is not local.
         segments: int32 ``[P, 4]``, see :mod:`moegraft.backends.triton.route`.
-        row_flags: int32 ``[3, rows]``: gate, up (no gate: up, unused), down; 1 = has a delta.
+        states: int32 ``[3, P]`` for gate, up (no gate: up, unused), down: how many parts of the
+            pair's delta are there, + 256 for each that has values.
         block_info: int32 ``[num_blocks]``, expert * 256 + rows.
-        counters: int32 ``[3, num_blocks]``, see :mod:`moegraft.backends.triton.sync`: rows whose
-            delta is there for gate and up (both counted); tiles of h; rows whose delta is there
-            for down.
-        h: ``[rows, I]`` in the weights' dtype.
-        y: fp32 ``[P, H]``, weighted.
-        delta_gate_up: fp32 ``[rows, 2I]`` (``[rows, I]`` without a gate); None without adapters.
-        delta_down: fp32 ``[rows, H]``; None without adapters.
+        h_counter: int32 ``[num_blocks]``, tiles of h that are there.
+        h: ``[P, I]`` in the weights' dtype; rows of pairs that are not local are not written.
+        y: fp32 ``[P, H]``, weighted; likewise.
+        delta_gate_up: fp32 ``[P, 2I]`` as gate | up (``[P, I]`` without a gate), only pairs that
+            have a delta; None without adapters.
+        delta_down: fp32 ``[P, H]``, likewise.
     """
 
     num_pairs: int
@@ -38,9 +39,9 @@ class Workspace:
     row_pair: torch.Tensor
     pair_row: torch.Tensor
     segments: torch.Tensor
-    row_flags: torch.Tensor
+    states: torch.Tensor
     block_info: torch.Tensor
-    counters: torch.Tensor
+    h_counter: torch.Tensor
     h: torch.Tensor
     y: torch.Tensor
     delta_gate_up: torch.Tensor | None
@@ -77,11 +78,11 @@ def make_workspace(weights: ExpertWeights, num_pairs: int, block_m: int, lora: b
         row_pair=ints(rows),
         pair_row=ints(num_pairs),
         segments=ints(num_pairs, 4),
-        row_flags=ints(3, rows),
+        states=ints(3, num_pairs),
         block_info=ints(blocks),
-        counters=ints(3, blocks),
-        h=torch.empty(rows, weights.intermediate, dtype=weights.dtype, device=device),
+        h_counter=ints(blocks),
+        h=torch.empty(num_pairs, weights.intermediate, dtype=weights.dtype, device=device),
         y=floats(num_pairs, weights.hidden),
-        delta_gate_up=floats(rows, sides * weights.intermediate) if lora else None,
-        delta_down=floats(rows, weights.hidden) if lora else None,
+        delta_gate_up=floats(num_pairs, sides * weights.intermediate) if lora else None,
+        delta_down=floats(num_pairs, weights.hidden) if lora else None,
     )
