@@ -12,17 +12,21 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import tiny
+from moegraft.adapters.batch import RowSlots
 from moegraft.errors import UnsupportedError
 from moegraft.graphs import StepRunner
 from moegraft.hosts.transformers import Graft
 from moegraft.hosts.transformers.graphed import LENGTH_STEP, MAX_KEPT, _DecodeSteps
-from moegraft.testing import assert_close
+from moegraft.hosts.transformers.state import StepState
+from moegraft.testing import assert_close, random_adapter
+from moegraft.types import TokenSlots
 from tiny_grafts import (
     ROWS,
     assert_rows_equal_merged,
     generate,
     graft_of,
     greedy,
+    new_graft,
     prompts,
     static_graft,
 )
@@ -256,3 +260,37 @@ def test_two_threads_decode_at_once_on_caches_of_their_own(graft: Graft) -> None
         thread.join()
     assert len(found) == 8
     assert all(torch.equal(out, expected[which]) for (which, _), out in found.items())
+
+
+def test_in_a_graph_slots_of_more_rows_come_from_the_static_buffer() -> None:
+    state = StepState()
+    buffer = torch.tensor([2, -1], dtype=torch.int32)
+    with (
+        state.use_rows(RowSlots([0, 0])),
+        state.use_step(TokenSlots.captured(buffer), 2),
+    ):
+        assert state.slots_of(torch.zeros(2, 1, 4)) is state.current
+        spread = state.slots_of(torch.zeros(2, 3, 4))
+    assert spread is not None and spread.in_graph and spread.live == (0,)
+    assert spread.slots.tolist() == [2, 2, 2, -1, -1, -1]
+    assert state.current is None
+
+
+def test_adapters_of_other_sites_leave_the_experts_to_the_base() -> None:
+    graft, seen = new_graft(NAME), []
+    for kind in ("linear", "experts"):
+        sites = [site for site in graft.spec.sites if site.kind == kind]
+        graft.store.add(kind, random_adapter(sites))
+    layer = next(iter(graft.layers.values()))
+    original = type(layer).__call__
+
+    def call(self: Any, x: Any, ids: Any, weights: Any, slots: Any = None) -> Any:
+        seen.append(slots)
+        return original(self, x, ids, weights, slots)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(layer), "__call__", call)
+        graft.forward(**prompts(2), adapters="linear")
+        assert seen and all(slots is None for slots in seen)
+        graft.forward(**prompts(2), adapters="experts")
+    assert seen[-1] is not None and seen[-1].live

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import tiny
+from moegraft.errors import MoegraftError
 from moegraft.hosts.transformers import Graft
 from moegraft.hosts.transformers.siblings import SiblingGroup, find_siblings
 from moegraft.linear import LinearLoraGroup
@@ -155,3 +157,12 @@ def test_only_plain_linears_of_one_size_are_siblings() -> None:
     assert not list(find_siblings(linears(q_proj=plain, k_proj=Other(4, 2))))
     assert not list(find_siblings(linears(q_proj=plain, k_proj=nn.Linear(5, 2))))
     assert not list(find_siblings(linears(q_proj=plain)))
+
+
+def test_a_sibling_can_not_be_copied_while_attached() -> None:
+    graft = fused_graft()
+    attention = graft.model.get_submodule(ATTENTION)
+    with pytest.raises(MoegraftError, match="detach"):
+        copy.deepcopy(attention)
+    graft.detach()
+    copy.deepcopy(attention)

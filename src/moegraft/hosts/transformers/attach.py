@@ -242,7 +242,8 @@ def attach(
     """Attach moegraft to a transformers model with Mixture-of-Experts layers.
 
     Nothing of transformers is patched: experts go through its registry, linears and routers get
-    forward hooks. ``graft.detach()`` restores the model exactly.
+    forward hooks. On a GPU, forwards of this model's instances are shadowed too, where linears
+    share a launch and where decode steps are captured. ``graft.detach()`` restores it exactly.
 
     Args:
         model: a transformers ``PreTrainedModel`` in eval use, fp32, bf16 or fp16.

@@ -49,8 +49,11 @@ class ExpertsGraft:
     ) -> torch.Tensor:
         if torch.is_grad_enabled() and hidden.requires_grad:
             _warn_no_gradients()
+        slots, table = self.state.current, self.layer.table
+        if slots is not None and table is not None and not table.has_delta(slots):
+            slots = None  # adapters of other sites: the base's launches only
         with torch.no_grad():
-            return self.layer(hidden, topk_ids, topk_weights, self.state.current)
+            return self.layer(hidden, topk_ids, topk_weights, slots)
 
 
 @cache

@@ -8,13 +8,14 @@ they are called with that very tensor, once. Anything else goes its own way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from moegraft.errors import MoegraftError
 from moegraft.hosts.transformers.linear import hook_linear
 from moegraft.hosts.transformers.state import StepState
 from moegraft.linear import LinearLora, LinearLoraGroup
@@ -86,7 +87,7 @@ class SiblingGroup:
         self._thread = threading.local()
         self.shares = True
         for i, module in enumerate(self._modules):
-            module.__dict__["forward"] = self._forward(i)
+            module.__dict__["forward"] = _SiblingForward(self, i)
 
     def remove(self) -> None:
         """Take the shadowing forwards off the modules."""
@@ -100,21 +101,19 @@ class SiblingGroup:
             if whole:
                 self.shares = False
 
-    def _forward(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        def forward(input: torch.Tensor) -> torch.Tensor:
-            slots = self._state.slots_of(input)
-            if slots is None or not slots.live:
-                return self._base(index, input)
-            kept: _Kept | None = getattr(self._thread, "kept", None)
-            if kept is not None:
-                found = self._take(kept, index, input, slots)
-                if found is not None:
-                    return found
-            if not any(lora.has_delta(slots) for lora in self._loras):
-                return self._base(index, input)
-            return self._all(index, input, slots) if self.shares else self._one(index, input, slots)
-
-        return forward
+    def run(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return sibling ``index``'s output for x ``[.., in]``, its adapters' deltas added."""
+        slots = self._state.slots_of(x)
+        if slots is None or not slots.live:
+            return self._base(index, x)
+        kept: _Kept | None = getattr(self._thread, "kept", None)
+        if kept is not None:
+            found = self._take(kept, index, x, slots)
+            if found is not None:
+                return found
+        if not any(lora.has_delta(slots) for lora in self._loras):
+            return self._base(index, x)
+        return self._all(index, x, slots) if self.shares else self._one(index, x, slots)
 
     def _all(self, index: int, x: torch.Tensor, slots: TokenSlots) -> torch.Tensor:
         """Compute all siblings' outputs; return one, keep the others."""
@@ -158,6 +157,23 @@ class SiblingGroup:
     def _base(self, index: int, x: torch.Tensor) -> torch.Tensor:
         module: Any = self._modules[index]
         return F.linear(x, module.weight, module.bias)
+
+
+class _SiblingForward:
+    """What shadows a sibling's forward."""
+
+    def __init__(self, group: SiblingGroup, index: int) -> None:
+        self._group = group
+        self._index = index
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return self._group.run(self._index, input)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy would go on with the weights of the original.
+        raise MoegraftError(
+            "A part of an attached model can't be copied or pickled: detach() first."
+        )
 
 
 def _version(x: torch.Tensor) -> int:
