@@ -48,6 +48,7 @@ class Backend(Protocol):
 #: Name -> module, in order of preference.
 BACKENDS = {
     "cpu": "moegraft.backends.cpu",
+    "triton": "moegraft.backends.triton",
 }
 
 

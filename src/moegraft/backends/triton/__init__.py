@@ -1,6 +1,58 @@
-"""GPU kernels for decode-shaped batches, in Triton. Not yet a backend that the plan can choose.
+"""The GPU backend, in Triton: kernels for decode-shaped batches; larger ones run in pieces.
 
-    route -> lora_shrink -> gate_up_activation -> lora_shrink -> down_expand -> finalize
+    route -> gate_up_activation (+ delta) -> down (+ delta) -> finalize
 
-:mod:`moegraft.backends.triton.launch` runs them; each kernel file says which stages it replaces.
+:mod:`moegraft.backends.triton.fused` is the whole layer, :mod:`.launch` each kernel's launch,
+:mod:`.tiles` what tiles they get. Each kernel file says which stages it replaces.
 """
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+
+from moegraft.backends import Choice
+from moegraft.call import Mode
+from moegraft.problem import Problem
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def supports(problem: Problem, mode: Mode | None = None) -> str | None:
+    """Return None when this backend can run the problem, else the reason why not."""
+    from moegraft.backends.triton.device import device_facts, is_interpreted
+
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if problem.device_type != ("cpu" if is_interpreted() else "cuda"):
+        return f"the tensors are on {problem.device_type}, this backend runs on NVIDIA GPUs"
+    if not is_interpreted() and (not torch.cuda.is_available() or torch.version.cuda is None):
+        return "torch finds no NVIDIA GPU"
+    if problem.weight_format != "unquantized":
+        return f"weight format {problem.weight_format!r} is not implemented"
+    if problem.dtype not in DTYPES:
+        return f"weights are {problem.dtype}; implemented: {', '.join(DTYPES)}"
+    facts = device_facts()
+    if facts.capability < 80:
+        return f"{facts.name} has compute capability {facts.capability / 10}, this needs 8.0"
+    if mode == "in_kernel" and not (facts.has_dependent_launch or facts.interpreted):
+        return f"mode 'in_kernel' needs compute capability 9.0, {facts.name} is older"
+    return None
+
+
+def choose(problem: Problem, mode: Mode | None = None) -> Choice:
+    """Return what runs a supported problem."""
+    from moegraft.backends.triton.device import device_facts
+    from moegraft.backends.triton.fused import run_layer
+    from moegraft.backends.triton.stages import STAGES
+    from moegraft.backends.triton.tiles import choose_config
+
+    facts = device_facts()
+    config, source = choose_config(problem, facts)
+    if mode is None:
+        mode = "in_kernel" if facts.has_dependent_launch else "fused_serial"
+    config = replace(config, pdl=facts.has_dependent_launch and mode != "fused_serial")
+    return Choice(STAGES, mode, f"{source}: {config}", partial(run_layer, config=config))

@@ -9,6 +9,9 @@ launch follows the one before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 
 from moegraft.backends.triton.config import FusedConfig
@@ -21,6 +24,10 @@ from moegraft.backends.triton.launch import (
 )
 from moegraft.backends.triton.workspace import Workspace, make_workspace
 from moegraft.call import LayerCall
+from moegraft.types import TokenSlots
+
+#: Pairs that one round of launches takes; route counts them in 15 bits.
+MAX_PAIRS = 2**15 - 1
 
 
 def run_layer(
@@ -32,14 +39,19 @@ def run_layer(
         call: the layer call.
         config: tiles.
         workspace: scratch to use; None = allocated for this call.
+
+    Returns:
+        ``[T, H]`` in x's dtype.
     """
+    call = prepared(call)
+    if call.topk_ids.numel() > MAX_PAIRS:
+        return in_pieces(call, lambda piece: run_layer(piece, config))
     x, weights, table = call.x_TH, call.weights, call.table
     out = torch.empty_like(x) if call.out is None else call.out
     if not x.shape[0]:
         return out
     lora, top_k = call.lora, call.topk_ids.shape[1]
-    pairs = call.topk_ids.numel()
-    ws = workspace or make_workspace(weights, pairs, config.block_m, lora)
+    ws = workspace or make_workspace(weights, call.topk_ids.numel(), config.block_m, lora)
     slots = call.slots.slots if call.slots is not None and lora else None
     run_route(call.topk_ids, slots, weights, ws, config, call.expert_offset)
     if not lora:
@@ -51,4 +63,41 @@ def run_layer(
         run_delta(ws.h, weights, table, ws, top_k, config, down=True)
     run_down(call.topk_weights, weights, ws, config, table, slots)
     run_finalize(ws, out, top_k, call.scale, config)
+    return out
+
+
+def prepared(call: LayerCall) -> LayerCall:
+    """Return the call with tensors as the kernels read them; copies only what is not so yet."""
+    x = call.x_TH.to(call.weights.dtype)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if x.dtype != call.x_TH.dtype and call.out is None:
+        call = replace(call, out=torch.empty_like(call.x_TH))
+    return replace(
+        call,
+        x_TH=x,
+        topk_ids=call.topk_ids.contiguous(),
+        topk_weights=call.topk_weights.contiguous(),
+    )
+
+
+def in_pieces(call: LayerCall, run: Callable[[LayerCall], torch.Tensor]) -> torch.Tensor:
+    """Run a call of many tokens piece by piece; a token's result does not depend on the cut."""
+    out = torch.empty_like(call.x_TH) if call.out is None else call.out
+    step = MAX_PAIRS // call.topk_ids.shape[1]
+    for start in range(0, call.x_TH.shape[0], step):
+        rows = slice(start, start + step)
+        slots = call.slots
+        if slots is not None:
+            slots = TokenSlots(slots.slots[rows], slots.live)
+        run(
+            replace(
+                call,
+                x_TH=call.x_TH[rows],
+                topk_ids=call.topk_ids[rows],
+                topk_weights=call.topk_weights[rows],
+                slots=slots,
+                out=out[rows],
+            )
+        )
     return out

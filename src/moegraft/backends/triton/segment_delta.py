@@ -44,7 +44,7 @@ def _write_delta(
                 k_mask = (k0 + k < size_k)[None, :]
                 a = tl.load(a_ptrs, mask=r_mask[:, None] & k_mask, other=0.0)
                 x = tl.load(x_ptrs, mask=row_mask[:, None] & k_mask, other=0.0)
-            s = tl.dot(x, tl.trans(a), s, input_precision="ieee")
+            s = tl.dot(x, tl.trans(a).to(x.dtype), s, input_precision="ieee")
             x_ptrs += BLOCK_K
             a_ptrs += BLOCK_K
         s = s * scale
