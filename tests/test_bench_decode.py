@@ -72,7 +72,10 @@ def test_a_whole_measurement(kind: str, style: str) -> None:
     assert "2/6" in table
 
 
-def test_a_mode_that_no_backend_has_is_a_note_not_a_figure() -> None:
+def test_a_mode_that_no_backend_has_is_a_note_not_a_figure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     request = DecodeRequest(TINY, 2, rank=4, live=1, slots=2, modes=("in_kernel",))
     (record,) = run_decode([request], CPU, QUICK)
     assert "us" not in record["modes"]["in_kernel"] and "in_kernel" in decode_table([record])

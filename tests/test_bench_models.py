@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from moegraft.backends.triton.config import FusedConfig, GemmConfig
+from moegraft.backends.triton.device import INTERPRETER
+from moegraft.backends.triton.tiles import choose_config, config_of, config_ok, tuned_file
 from moegraft.bench import __main__ as module_cli
 from moegraft.bench import records, tune
 from moegraft.bench.cases import DecodeCase, make_case, random_layer, random_table
@@ -21,6 +23,7 @@ from moegraft.bench.report import e2e_table, tune_table
 from moegraft.bench.shapes import ModelShape
 from moegraft.cli import main
 from moegraft.errors import MoegraftError
+from moegraft.problem import Problem
 
 CPU = torch.device("cpu")
 SMALL = WholeModel(2, 64, 48, 8, 2, 4, 2, 16, 256)
@@ -77,6 +80,20 @@ def test_neighbours_differ_by_one_step_in_one_field() -> None:
     assert FusedConfig(32, START.gate_up, START.down) in found
     assert FusedConfig(16, GemmConfig(128, 128, 4, 3), START.down) in found
     assert FusedConfig(16, GemmConfig(256, 128, 4, 3), START.down) not in found
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+def test_the_search_starts_from_the_backends_choice_and_stays_on_the_device(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "device_facts", lambda: INTERPRETER)
+    problem = Problem(64, 8, 128, 2048, 768, True, "bfloat16", "unquantized", "cuda", rank)
+    start = tune.start_config(problem)
+    assert start == choose_config(problem, INTERPRETER)[0]
+    near = list(tune._allowed_near(start, problem, wide=False))
+    wide = list(tune._allowed_near(start, problem, wide=True))
+    assert near and len(near) < len(list(tune.neighbours(start))) and len(wide) > len(near)
+    assert all(config_ok(config, problem, INTERPRETER) for config in wide)
 
 
 def test_the_search_ends_at_the_best_in_reach() -> None:
@@ -136,15 +153,12 @@ def tuned_record(tokens: int, lora_us: float) -> records.Record:
 
 
 def test_a_table_of_tiles_keeps_other_problems(tmp_path: Path) -> None:
-    path = tmp_path / "tuned" / tune.device_file("NVIDIA H200")
-    assert path.name == "nvidia-h200.json"
+    path = tmp_path / "tuned" / tuned_file("NVIDIA H200")
     tune.write_tuned(path, [tuned_record(1, 15.0), tuned_record(4, 16.0)])
     assert tune.write_tuned(path, [tuned_record(4, 12.0)]) == 2
     entries = json.loads(path.read_text())["entries"]
     assert [(e["problem"]["num_tokens"], e["lora_us"]) for e in entries] == [(1, 15.0), (4, 12.0)]
-    assert FusedConfig(**{**entries[0]["config"],
-                          **{k: GemmConfig(**entries[0]["config"][k])
-                             for k in ("gate_up", "down", "delta")}}) == START  # fmt: skip
+    assert config_of(entries[0]["config"]) == START
     assert "12.0" in tune_table([tuned_record(4, 12.0)])
     path.write_text(json.dumps({"device": "another", "entries": []}))
     with pytest.raises(MoegraftError, match="is for 'another'"):

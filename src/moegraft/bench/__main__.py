@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     four.add_argument("--tokens", default="1,4,16,64,256")
     four.add_argument("--rank", default="16,64")
     four.add_argument("--seconds", type=float, default=60.0, help="per case, about")
+    four.add_argument("--wide", action="store_true", help="also all that the backend proposes")
     four.add_argument("--commit")
     four.add_argument("--out", type=Path)
     four.add_argument("--json", action="store_true")
@@ -84,6 +85,7 @@ def _tune(a: argparse.Namespace) -> commands.Result:
         tokens=a.tokens,
         ranks=a.rank,
         seconds=a.seconds,
+        wide=a.wide,
         commit=a.commit,
         out=a.out,
     )

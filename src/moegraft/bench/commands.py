@@ -142,10 +142,11 @@ def tune(
     tokens: str = "1,4,16,64,256",
     ranks: str = "16,64",
     seconds: float = 60.0,
+    wide: bool = False,
     commit: str | None = None,
     out: Path | None = None,
 ) -> Result:
-    """Search tiles for this GPU and put them into a table.
+    """Search tiles for this GPU and put them into a table; None = the one that the backend reads.
 
     Raises:
         MoegraftError: no GPU, or a table that can't be used.
@@ -157,15 +158,18 @@ def tune(
     requests = decode_requests(models, tokens, ranks, adapters="8", slots=8)
     device = require_gpu()
 
-    from moegraft.bench.report import tune_table
-    from moegraft.bench.tune import device_file, run_tune, write_tuned
+    import torch
 
+    from moegraft.backends.triton.tiles import TUNED, tuned_file
+    from moegraft.bench.report import tune_table
+    from moegraft.bench.tune import run_tune, write_tuned
+
+    path = out or TUNED / tuned_file(torch.cuda.get_device_name())
     found: list[records.Record] = []
-    path = out
     with progress() as say:
-        for record in run_tune(requests, device, seconds=seconds, commit=commit, say=say):
+        tuned = run_tune(requests, device, seconds=seconds, wide=wide, commit=commit, say=say)
+        for record in tuned:
             found.append(record)
-            path = out or Path("tuned") / device_file(record["device"])
             write_tuned(path, [record])
     text = f"{tune_table(found)}\nTiles of {len(found)} problems are in {path}."
     return Result({"records": records.rounded(found), "file": str(path)}, text)

@@ -14,6 +14,8 @@ from moegraft.errors import MoegraftError
 Run = Callable[[], None]
 #: Inputs are rotated so that this many times the L2 passes between two uses of the same bytes.
 L2_TIMES = 4
+#: Replays ahead of those that are timed.
+_WARMUP = 10
 #: Tiles of the read kernel that are tried: elements per step, steps, warps.
 _READ_TILES = ((4096, 16, 8), (4096, 8, 8), (2048, 16, 4), (8192, 8, 8))
 
@@ -120,7 +122,7 @@ class Timer:
         Launching runs ahead of the device, so the cost of a launch shows only where the device
         would wait for it too.
         """
-        for _ in range(3):
+        for _ in range(_WARMUP):
             replay()
         if self.device.type != "cuda":
             seconds = []

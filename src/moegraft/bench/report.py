@@ -111,6 +111,11 @@ def e2e_table(found: Sequence[Record]) -> str:
             ]  # fmt: skip
         rows.append([str(r["batch"]), r["mix"], *figures, peer])
     notes = [f"{r['batch']} rows, {r['mix']}: {r['error']}" for r in found if "error" in r]
+    if any(r["vllm_tokens_s"] is not None for r in found):
+        notes.append(
+            "vLLM 0.26 on an H200, stored: output of a server with the same sizes, 256 tokens in "
+            "and out, prompts and scheduling included; a guide, not the same measurement."
+        )
     return "\n".join([head, "", text_table(header, rows), *notes])
 
 

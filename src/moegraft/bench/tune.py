@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from moegraft.backends.triton.config import FusedConfig, GemmConfig
+from moegraft.backends.triton.config import FusedConfig
+from moegraft.backends.triton.device import device_facts
+from moegraft.backends.triton.tiles import candidates, choose_config, config_ok, load_tuned
 from moegraft.bench import records
 from moegraft.bench.cases import DecodeCase, Inputs, Made, make_case
 from moegraft.bench.harness import Timer, l2_bytes
@@ -43,6 +45,8 @@ GEMM_STEPS: dict[str, tuple[Any, ...]] = {
 LAYER_STEPS: dict[str, tuple[Any, ...]] = {
     "block_m": (16, 32, 64, 128),
     "delta_programs": (132, 264, 528, 1056),
+    "delta_splits": (1, 2, 4, 8),
+    "merged": (False, True),
     "prefetch": (False, True),
 }
 #: The gain below which a change is noise.
@@ -120,21 +124,32 @@ def run_tune(
     device: torch.device,
     *,
     seconds: float = 60.0,
+    wide: bool = False,
     repeats: int = 20,
     commit: str | None = None,
     say: Say = lambda text: None,
 ) -> Iterator[records.Record]:
-    """Tune requests one by one; yields a record for each, with the time before and after."""
+    """Tune requests one by one; yields a record for each, with the time before and after.
+
+    Args:
+        requests: what to tune for; modes and kinds play no part.
+        device: the GPU.
+        seconds: search per request, about.
+        wide: also try everything that the backend proposes, not only steps from what is best.
+        repeats: replays of which the median counts.
+        commit: written to the records; None = asked from git.
+        say: told what runs.
+    """
     head = records.header(records.TUNE, commit)
     timer, made = Timer(device, repeats), Made(device)
     for request in requests:
         weights, table = made.get(request)
         case = make_case(request, weights, table, l2_bytes(device))
         problem = Problem.of(weights, request.tokens, request.shape.top_k, request.rank)
-        start = start_config(problem, device)
+        start = start_config(problem)
         tried: dict[FusedConfig, Cost | None] = {}
         measured = Measured(case, timer, tried, say)
-        near = partial(_allowed_near, problem=problem, device=device)
+        near = partial(_allowed_near, problem=problem, wide=wide)
         best, after = descend(start, near, measured, seconds)
         before = tried[start]
         assert before is not None
@@ -212,22 +227,21 @@ def _is_refusal(error: Exception) -> bool:
     return of_triton or str(error).startswith("Triton Error [CUDA]: invalid argument")
 
 
-def start_config(problem: Problem, device: torch.device) -> FusedConfig:
-    """Return the tiles that the backend would choose."""
-    gemm = GemmConfig(64, 128, 4, 3)
-    return FusedConfig(16, gemm, GemmConfig(128, 64, 4, 4), pdl=True)
+def start_config(problem: Problem) -> FusedConfig:
+    """Return the tiles that the backend would choose, as its default mode runs them."""
+    facts = device_facts()
+    config, _ = choose_config(problem, facts)
+    return dataclasses.replace(config, pdl=facts.has_dependent_launch)
 
 
-def _allowed_near(
-    config: FusedConfig, problem: Problem, device: torch.device
-) -> Iterator[FusedConfig]:
-    yield from neighbours(config)
-
-
-def device_file(name: str) -> str:
-    """Return the file name of a device's table: ``NVIDIA H200`` is ``nvidia-h200.json``."""
-    words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
-    return "-".join(words) + ".json"
+def _allowed_near(config: FusedConfig, problem: Problem, wide: bool) -> Iterator[FusedConfig]:
+    """Yield what fits the device: neighbours, then with ``wide`` all that the backend proposes."""
+    facts = device_facts()
+    for near in neighbours(config):
+        if config_ok(near, problem, facts):
+            yield near
+    for proposed in candidates(problem, facts) if wide else ():
+        yield dataclasses.replace(proposed, pdl=config.pdl)
 
 
 def write_tuned(path: Path, found: Sequence[records.Record]) -> int:
@@ -253,6 +267,7 @@ def write_tuned(path: Path, found: Sequence[records.Record]) -> int:
         document["entries"] = kept + new
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n")
+        load_tuned.cache_clear()
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise MoegraftError(f"{path} can't be used as a table of tiles: {error!r}.") from error
     return len(document["entries"])

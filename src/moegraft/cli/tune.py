@@ -22,9 +22,10 @@ def tune(
     tokens: Annotated[str, typer.Option(help="Batch sizes T.")] = "1,4,16,64,256",
     rank: Annotated[str, typer.Option(help="Ranks.")] = "16,64",
     seconds: Annotated[float, typer.Option(help="Search this long per case, about.")] = 60.0,
+    wide: Annotated[bool, typer.Option(help="Also all tiles that the backend proposes.")] = False,
     commit: Commit = None,
     out: Annotated[
-        Path | None, typer.Option(help="The table. [default: tuned/DEVICE.json]")
+        Path | None, typer.Option(help="The table. [default: the one that the backend reads]")
     ] = None,
     as_json: AsJson = False,
 ) -> Outcome:
@@ -33,6 +34,6 @@ def tune(
 
     models = [*(model or []), *(shape or [])] or ["q30", "q35"]
     result = commands.tune(
-        models, tokens=tokens, ranks=rank, seconds=seconds, commit=commit, out=out
+        models, tokens=tokens, ranks=rank, seconds=seconds, wide=wide, commit=commit, out=out
     )
     return outcome(result, as_json)
