@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Callable
@@ -111,8 +112,13 @@ class Timer:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
+        gc.collect()
+        gc.disable()  # graphs of earlier cases may not be freed during a capture
+        try:
+            with torch.cuda.graph(graph):
+                run()
+        finally:
+            gc.enable()
         replay: Run = graph.replay
         return replay
 
