@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import moegraft
@@ -17,6 +20,7 @@ from moegraft.hosts.transformers.attention import (
     grouped_sdpa,
     may_group,
 )
+from moegraft.hosts.transformers.limits import cache_bytes
 from moegraft.testing import assert_close
 from tiny_grafts import ROWS, generate, greedy, prompts, static_graft
 
@@ -98,6 +102,50 @@ def test_detach_ends_decoders(graft: Graft) -> None:
         decoder.step()
     with pytest.raises(MoegraftError, match="detached"):
         decoder.prefill(torch.ones(1, 4, dtype=torch.long))
+
+
+class Reads(TorchDispatchMode):
+    """Records where the host reads a value of the device, or copies one to it."""
+
+    READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "lift_fresh", "_unique2")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in self.READS:
+            lines = [f"{f.filename}:{f.lineno}" for f in traceback.extract_stack()]
+            # The CPU's backend may; a GPU's has tests of its own.
+            if not any("backends/cpu" in line for line in lines):
+                self.found.append(" <- ".join(reversed(lines[-8:-1])))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "olmoe"])
+def test_a_step_reads_nothing_of_the_device(name: str, attention: str) -> None:
+    graft, rows = static_graft(name, fuse_linears=True), ROWS[name]
+    graft.model.set_attn_implementation(attention)
+    inputs = prompts(len(rows))
+    decoder = graft.decoder(len(rows), 16)
+    decoder.prefill(inputs["input_ids"], rows, inputs["attention_mask"])
+    decoder.step()
+    with Reads() as reads:
+        decoder.step()
+    assert not reads.found
+    generate(graft, inputs, adapters=rows, graphs=True)
+    assert graft._graphed is not None
+    [kept] = graft._graphed._free
+    assert kept.runner is not None
+    with Reads() as reads, torch.no_grad():
+        kept.runner.execute()
+    assert not reads.found
+    with Reads() as reads:
+        assert decoder.tokens.sum().item() > 0
+    assert len(reads.found) == 1, "it finds reads"
+    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in kept.cache.layers)
+    assert cache_bytes(graft.model, len(rows), kept.max_length) == size
 
 
 @pytest.mark.parametrize("masked", [False, True])

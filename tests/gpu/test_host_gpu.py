@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, StoppingCriteriaList
 
 pytest.importorskip("triton")
 
@@ -251,6 +251,29 @@ def test_generate_on_another_stream_equals_generate_on_the_default_one(graft: Gr
     torch.cuda.current_stream().wait_stream(stream)
     assert_same(found, expected)
     assert_same(generate(graft, ROWS, graphs=True), expected)
+
+
+def test_a_cache_larger_than_the_gpu_is_not_made(
+    graft: Graft, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows: list[str | None] = ["a", None]
+    # 256 bytes per token and row: two rows of 2^31 tokens are beyond any GPU.
+    options: dict[str, Any] = {"max_new_tokens": 1 << 31, "stopping_criteria": stop_after(4)}
+    with caplog.at_level(logging.WARNING, "moegraft"):
+        found = generate(graft, rows, **options).sequences
+    assert "free bytes; lower max_new_tokens" in caplog.text
+    assert found.shape == (2, 20)
+    assert torch.equal(found[:, 16], generate(graft, rows, graphs=True).sequences[:, 16])
+
+
+def stop_after(count: int) -> StoppingCriteriaList:
+    """Stop all rows after some tokens."""
+
+    def criterion(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        done = input_ids.shape[1] >= 16 + count
+        return torch.full(input_ids.shape[:1], done, device=input_ids.device)
+
+    return StoppingCriteriaList([criterion])
 
 
 def test_detach_frees_the_graphs_and_leaves_the_model_as_it_was() -> None:

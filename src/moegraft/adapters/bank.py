@@ -67,6 +67,7 @@ class AdapterBank:
         self.dtype = dtype
         self.device = torch.device(device)
         self._may_grow = arena_bytes is None
+        self._why_frozen = ""
         self.order = StreamOrder(self.device)
         #: Goes up when an adapter brings factors to a site that never had any: what was captured
         #: without that site's adapters must be captured again.
@@ -122,6 +123,8 @@ class AdapterBank:
 
     def freeze(self) -> None:
         """Forbid growth from now on, so that every address stays valid."""
+        if self._may_grow:
+            self._why_frozen = " CUDA graphs hold its address, so it grows no more."
         self._may_grow = False
 
     @property
@@ -155,7 +158,7 @@ class AdapterBank:
         if not self._may_grow and packed.num_bytes > capacity:
             raise AdapterError(
                 f"Adapter {name!r} needs {packed.num_bytes:,} bytes, the whole arena has "
-                f"{capacity:,}; attach with a larger arena_bytes."
+                f"{capacity:,}; attach with a larger arena_bytes.{self._why_frozen}"
             )
 
     def has_room(self, packed: PackedAdapter) -> bool:

@@ -151,6 +151,11 @@ class AdapterStore:
             self._bank.freeze()
 
     @property
+    def device(self) -> torch.device:
+        """Where the bank is."""
+        return self._bank.device
+
+    @property
     def sites_version(self) -> int:
         """See :attr:`AdapterBank.sites_version`."""
         return self._bank.sites_version

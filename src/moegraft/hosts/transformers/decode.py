@@ -22,37 +22,6 @@ from moegraft.types import TokenSlots
 
 #: What a decode forward gets anew at every step; the rest of its arguments never changes.
 STEP_INPUTS = ("input_ids", "position_ids", "attention_mask")
-#: Attention functions that take a 4-D mask over a static cache.
-ATTENTION = ("sdpa", "eager")
-
-
-def why_not_static(model: Any) -> str | None:
-    """Return why a model can't decode on static memory, or None when it can."""
-    from transformers import StaticCache
-    from transformers.cache_utils import StaticLayer
-
-    config = model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder:
-        return "the model is an encoder-decoder"
-    kind = config._attn_implementation
-    if kind not in (*ATTENTION, attention.IMPLEMENTATION):
-        return f"attention {kind!r} is not one of {', '.join(ATTENTION)}"
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) > 1:
-        return f"the model is spread over {', '.join(sorted(devices))}"
-    if getattr(config, "output_router_logits", False):
-        return "the model is configured to return router logits"
-    for path, module in model.named_modules():
-        kinds = getattr(module, "rope_type", None)
-        kinds = kinds.values() if isinstance(kinds, Mapping) else [kinds]
-        if any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds):
-            return f"{path} changes its rotary frequencies as the text grows"
-    try:
-        layers = StaticCache(config=config, max_cache_len=8).layers
-    except Exception as error:
-        return f"it has no static cache ({error})"
-    others = sorted({type(layer).__name__ for layer in layers if type(layer) is not StaticLayer})
-    return f"its cache has layers of type {', '.join(others)}" if others else None
 
 
 class StaticDecode:

@@ -12,7 +12,8 @@ from moegraft.adapters import AdapterStore
 from moegraft.adapters.batch import normalise_rows, slots_of
 from moegraft.errors import MoegraftError, UnsupportedError
 from moegraft.graphs import StepRunner
-from moegraft.hosts.transformers.decode import StaticDecode, why_not_static
+from moegraft.hosts.transformers.decode import StaticDecode
+from moegraft.hosts.transformers.limits import why_not_static
 from moegraft.hosts.transformers.state import StepState
 from moegraft.types import TokenSlots
 

@@ -22,7 +22,14 @@ from moegraft.adapters import AdapterStore
 from moegraft.env import logger
 from moegraft.errors import UnsupportedError
 from moegraft.graphs import CaptureError, StepRunner
-from moegraft.hosts.transformers.decode import STEP_INPUTS, StaticDecode, why_not_static
+from moegraft.hosts.transformers.decode import STEP_INPUTS, StaticDecode
+from moegraft.hosts.transformers.limits import (
+    cache_bytes,
+    free_bytes,
+    why_not_called,
+    why_not_static,
+    why_not_step,
+)
 from moegraft.hosts.transformers.state import StepState
 from moegraft.static_batch import StaticInput
 
@@ -31,17 +38,8 @@ LENGTH_STEP = 128
 #: Caches (with their graphs) that are kept between calls.
 MAX_KEPT = 4
 
-#: Arguments of generate under which it does not decode one token per row, and why.
-_OTHER_MODES = {
-    "assistant_model": "assisted decoding checks several tokens at once",
-    "prompt_lookup_num_tokens": "prompt lookup checks several tokens at once",
-    "custom_generate": "the caller brings a decoding loop",
-    "penalty_alpha": "contrastive search copies the cache",
-    "dola_layers": "DoLa needs more than logits",
-    "output_attentions": "the caller asks for attentions",
-    "output_hidden_states": "the caller asks for hidden states",
-    "output_router_logits": "the caller asks for router logits",
-}
+#: A static cache may take this share of the memory that is free.
+MAX_SHARE = 0.8
 
 
 class _Session:
@@ -57,6 +55,10 @@ class _DecodeSteps(StaticDecode):
     """The decode forwards of generate calls of one shape, one call at a time."""
 
     _made_for: object = None
+
+    def fits(self, batch_size: int, length: int) -> bool:
+        """True when calls of this shape decode here."""
+        return (self.batch_size, self.max_length) == (batch_size, length)
 
     def step(
         self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]
@@ -103,25 +105,11 @@ class GraphedGenerate:
 
     def why_not(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
         """Return why a generate call can't use graphs, or None when it can."""
-        given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-        configs = [config for config in (given, self.model.generation_config) if config is not None]
-
-        def setting(name: str) -> Any:
-            found = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
-            return next((value for value in found if value is not None), None)
-
-        if kwargs.get("past_key_values") is not None:
-            return "the caller brings a cache"
-        if setting("use_cache") is False:
-            return "use_cache is False"
-        if (setting("num_beams") or 1) > 1:
-            return "beam search reorders the cache"
-        if setting("cache_implementation") not in (None, "static"):
-            return f"cache_implementation is {setting('cache_implementation')!r}"
-        for name, reason in _OTHER_MODES.items():
-            if setting(name):
-                return reason
-        return self._broken or why_not_static(self.model)
+        return (
+            why_not_called(self.model.generation_config, args, kwargs)
+            or self._broken
+            or why_not_static(self.model)
+        )
 
     def say(self, reason: str) -> None:
         """Log, once per reason, that decoding is not captured."""
@@ -181,10 +169,42 @@ class GraphedGenerate:
             session = self._session.get()
             if session is None or session.decode is not None or args:
                 return original(*args, **kwargs)
-            session.decode = self._acquire(kwargs["batch_size"], kwargs["max_cache_len"])
+            batch_size, length = kwargs["batch_size"], kwargs["max_cache_len"]
+            length = -(-length // LENGTH_STEP) * LENGTH_STEP
+            reason = self._why_not_room(batch_size, length)
+            if reason is not None:
+                self._refuse(session, reason)
+                from transformers import DynamicCache
+
+                return DynamicCache(config=self.model.config.get_text_config(decoder=True))
+            session.decode = self._acquire(batch_size, length)
             return session.decode.cache
 
         return make_cache
+
+    def _why_not_room(self, batch_size: int, length: int) -> str | None:
+        """Return why a static cache can't be made, or None; kept ones make room for it."""
+        device = self._store.device
+        if device.type != "cuda" or any(f.fits(batch_size, length) for f in list(self._free)):
+            return None
+        wanted = cache_bytes(self.model, batch_size, length)
+        if wanted > MAX_SHARE * free_bytes(device):
+            with self._lock:
+                self._free.clear()
+            free = free_bytes(device)
+            if wanted > MAX_SHARE * free:
+                return (
+                    f"a static cache of {batch_size} x {length} tokens takes {wanted:,} of "
+                    f"{free:,} free bytes; lower max_new_tokens (or max_length)"
+                )
+        return None
+
+    def _refuse(self, session: _Session, reason: str) -> None:
+        """Go on without graphs and say why, or raise where graphs were demanded."""
+        if session.must:
+            raise UnsupportedError(f"generate(graphs=True): {reason}.")
+        session.refused = True
+        self.say(reason)
 
     def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -214,25 +234,21 @@ class GraphedGenerate:
         inputs = {name: kwargs.get(name) for name in STEP_INPUTS}
         fixed = {k: v for k, v in kwargs.items() if k not in STEP_INPUTS and v is not None}
         fixed.pop("past_key_values")
-        reason = _why_not_step(inputs, fixed, decode)
+        reason = why_not_step(inputs, fixed, decode.max_length)
         if reason is None:
             try:
                 return decode.step(forward, _expanded(inputs, decode.batch_size), fixed)
             except CaptureError as error:
                 logger.debug("The capture failed.", exc_info=True)
                 reason = self._broken = str(error)
-        if session.must:
-            raise UnsupportedError(f"generate(graphs=True): {reason}.")
-        session.refused = True
-        self.say(reason)
+        self._refuse(session, reason)
         return None
 
     def _acquire(self, batch_size: int, length: int) -> _DecodeSteps:
         """Take a free cache of this shape, or make one."""
-        length = -(-length // LENGTH_STEP) * LENGTH_STEP
         with self._lock:
             for found in self._free:
-                if (found.batch_size, found.max_length) == (batch_size, length):
+                if found.fits(batch_size, length):
                     self._free.remove(found)
                     found.reset()
                     return found
@@ -243,29 +259,6 @@ class GraphedGenerate:
             if self._shadowed:  # not closed meanwhile
                 self._free.append(decode)
                 del self._free[:-MAX_KEPT]
-
-
-def _why_not_step(
-    inputs: dict[str, Any], fixed: dict[str, Any], decode: StaticDecode
-) -> str | None:
-    """Return why one decode forward can't be held by a graph, or None when it can."""
-    mask, positions = inputs["attention_mask"], inputs["position_ids"]
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
-        return f"the attention mask of a step is no 4-D tensor but {_described(mask)}"
-    if tuple(mask.shape[-2:]) != (1, decode.max_length):
-        return f"the attention mask of a step has shape {tuple(mask.shape)}"
-    if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
-        return f"the positions of a step are no 2-D tensor but {_described(positions)}"
-    for name, value in fixed.items():
-        if not isinstance(value, (bool, int, float, str)):
-            return f"the model gets {name} ({_described(value)}) at every step"
-    return None
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return type(value).__name__
 
 
 def _expanded(inputs: dict[str, Any], batch_size: int) -> dict[str, torch.Tensor]:
