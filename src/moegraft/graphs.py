@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from moegraft.errors import MoegraftError
 from moegraft.layer import MoeLoraLayer
+from moegraft.no_waits import no_waits
 from moegraft.static_batch import StaticBatch, StaticInput
 from moegraft.types import TokenSlots
 
@@ -103,26 +103,6 @@ class StepRunner:
 
     def follow(self) -> None:
         """Let the current stream wait for the runner's last call, if that was on another."""
-
-
-@contextmanager
-def _no_waits(check: bool) -> Iterator[None]:
-    """Make a step that waits for the GPU an error, ahead of the capture that it would break.
-
-    A broken capture may leave CUDA unusable. Torch's switch is one for all threads, so it is left
-    alone where others may wait for the GPU with good reason.
-    """
-    # TMonitor is the thread of a progress bar.
-    threads = [t for t in threading.enumerate() if type(t).__name__ != "TMonitor"]
-    if not check or threads != [threading.current_thread()]:
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 class _Graph(NamedTuple):
@@ -249,16 +229,10 @@ class GraphRunner(StepRunner):
 
         outer = torch.cuda.current_stream()
         self._capture_stream.wait_stream(outer)
-        with torch.cuda.stream(self._capture_stream):
-            saved = [tensor.clone() for tensor in self._changed]
-            for i in range(self._warmup_runs):
-                try:
-                    with _no_waits(0 < i == self._warmup_runs - 1):
-                        run()
-                finally:
-                    for tensor, value in zip(self._changed, saved, strict=True):
-                        tensor.copy_(value)
-        outer.wait_stream(self._capture_stream)
+        try:
+            self._warm(run)
+        finally:
+            outer.wait_stream(self._capture_stream)
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()  # what the collector would free may not be freed during a capture
@@ -277,6 +251,18 @@ class GraphRunner(StepRunner):
             if collects:
                 gc.enable()
         return _Graph(graph, outputs)
+
+    def _warm(self, run: Callable[[], Outputs]) -> None:
+        """Run eagerly on the capture's stream; what the step changes in place ends as it was."""
+        with torch.cuda.stream(self._capture_stream):
+            saved = [tensor.clone() for tensor in self._changed]
+            for i in range(self._warmup_runs):
+                try:
+                    with no_waits(0 < i == self._warmup_runs - 1):
+                        run()
+                finally:
+                    for tensor, value in zip(self._changed, saved, strict=True):
+                        tensor.copy_(value)
 
 
 def layer_step(layer: MoeLoraLayer) -> Step:
