@@ -9,16 +9,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moegraft.backends.triton.finalize import finalize_kernel
+from moegraft.backends.triton.delta_activation import activation_kernel, add_delta_kernel
+from moegraft.backends.triton.finalize import finalize_kernel, finalize_weighted_kernel
 from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
 from moegraft.backends.triton.grouped_gemm import grouped_gemm_kernel
 from moegraft.backends.triton.linear_lora import linear_lora_kernel
+from moegraft.backends.triton.lora_expand import lora_expand_kernel
+from moegraft.backends.triton.lora_shrink import lora_shrink_kernel
 from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kernel
 from moegraft.backends.triton.route import route_kernel
 from moegraft.backends.triton.token_segments import token_segments_kernel
 
 POINTERS = {
     "delta_ptr": "*fp32",
+    "gate_up_ptr": "*fp32",
+    "s_ptr": "*fp32",
+    "delta_down_ptr": "*fp32",
+    "records_down_ptr": "*i64",
     "y_ptr": "*fp32",
     "topk_weights_ptr": "*fp32",
     "records_ptr": "*i64",
@@ -33,21 +40,28 @@ CONSTANTS: dict[str, Any] = {
     "EVEN_N": True, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_R": 16, "BLOCK_H": 256,
     "BLOCK_I": 8, "BLOCK_J": 512, "BLOCK_E": 8, "CHOICES": 8, "NUM_EXPERTS": 128,
     "OUT_BY_ROW": False, "AFTER_H": True, "PREFETCH": True, "DOWN": False, "BLOCK_ROWS": 16,
-    "WEIGHTED": True, "SWAP": False, "UNITS": False, "SPLITS": 1, "DELTA_EVEN_K": True,
+    "WEIGHTED": True, "SWAP": False, "UNITS": False, "SPLITS": 1, "DOWN_UNITS": False,
+    "DOWN_GROUP": 4, "DOWN_EVEN_K": True, "DOWN_EVEN_N": True, "DELTA_EVEN_K": True,
     "DELTA_EVEN_N": True, "DELTA_M": 16, "DELTA_R": 16, "DELTA_K": 128, "DELTA_N": 128,
     "DELTA_STAGES": 4, "STAGES": 4,
     "SIDES": 2, "DELTA": "some", "DENSE": False, "HAS_SLOTS": True, "PDL": True,
     "weight_stride_k": 1, "NUM_PROJECTIONS": 3, "MANY_RANKS": False, "ROWS": 16, "BLOCK_S": 32,
-    "BLOCK_G": 128,
+    "BLOCK_G": 128, "BY_TOKEN": True, "IN_PLACE": True, "LOCAL_ONLY": True, "HAS_DELTA": True,
+    "FIRST_START": 0, "BLOCK": 256,
 }  # fmt: skip
 
 
 def compile_kernel(kernel: Any, capability: int, **changes: Any) -> dict[str, Any]:
-    """Compile one kernel; return its artefacts by name."""
+    """Compile one kernel; return its artefacts by name.
+
+    ``changes`` are constants, or the types of pointers.
+    """
     constants = {k: v for k, v in {**CONSTANTS, **changes}.items() if k in kernel.arg_names}
     signature = {}
     for name in kernel.arg_names:
-        if name in constants:
+        if name.endswith("_ptr") and name in changes:
+            signature[name] = constants.pop(name)
+        elif name in constants:
             signature[name] = "constexpr"
         elif name in BF16:
             signature[name] = "*bf16"
@@ -68,13 +82,22 @@ def main(capability: int) -> None:
             compile_kernel(grouped_gemm_kernel, capability, DELTA=delta, SWAP=swap)
         print(f"gate_up_activation, grouped_gemm delta={delta}")
     compile_kernel(gate_up_activation_kernel, capability, UNITS=True, SPLITS=4)
+    compile_kernel(gate_up_activation_kernel, capability, DOWN_UNITS=True)
     compile_kernel(grouped_gemm_kernel, capability, UNITS=True, SPLITS=4)
     for dense in (True, False):
         compile_kernel(route_kernel, capability, DENSE=dense)
     for block_r, down in ((16, False), (64, True)):
         compile_kernel(lora_shrink_expand_kernel, capability, BLOCK_R=block_r, DOWN=down)
     compile_kernel(finalize_kernel, capability)
+    compile_kernel(finalize_weighted_kernel, capability, out_ptr="*fp32")
     print("route, lora_shrink_expand, finalize")
+    for by_token in (True, False):
+        compile_kernel(lora_shrink_kernel, capability, BY_TOKEN=by_token, BLOCK_R=64)
+        compile_kernel(lora_expand_kernel, capability, IN_PLACE=by_token, out_ptr="*fp32")
+        compile_kernel(activation_kernel, capability, HAS_DELTA=by_token, LOCAL_ONLY=by_token)
+    compile_kernel(activation_kernel, capability, GATED=False, KIND="relu2")
+    compile_kernel(add_delta_kernel, capability, out_ptr="*fp32")
+    print("lora_shrink, lora_expand, activation, add_delta")
     compile_kernel(token_segments_kernel, capability, BLOCK_I=16, BLOCK_J=64)
     compile_kernel(linear_lora_kernel, capability)
     compile_kernel(linear_lora_kernel, capability, NUM_PROJECTIONS=1, EVEN_K=False)

@@ -2,8 +2,9 @@
 
     route -> gate_up_activation (+ delta) -> down (+ delta) -> finalize
 
-:mod:`moegraft.backends.triton.fused` is the whole layer, :mod:`.launch` each kernel's launch,
-:mod:`.tiles` what tiles they get. Each kernel file says which stages it replaces.
+:mod:`moegraft.backends.triton.fused` is the whole layer, :mod:`.unfused` the same from plain stages
+(modes ``two_stream`` and ``serial``; activations that are functions), :mod:`.launch` each kernel's
+launch, :mod:`.tiles` what tiles they get. Each kernel file says which stages it replaces.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from importlib.util import find_spec
 import torch
 
 from moegraft.backends import Choice
-from moegraft.call import Mode
+from moegraft.call import LayerRun, Mode
 from moegraft.problem import Problem
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -38,6 +39,8 @@ def supports(problem: Problem, mode: Mode | None = None) -> str | None:
     facts = device_facts()
     if facts.capability < 80:
         return f"{facts.name} has compute capability {facts.capability / 10}, this needs 8.0"
+    if problem.activation == "custom" and mode in ("in_kernel", "fused_serial"):
+        return f"mode {mode!r} can't run an activation given as a function; two_stream, serial can"
     if mode == "in_kernel" and not (facts.has_dependent_launch or facts.interpreted):
         return f"mode 'in_kernel' needs compute capability 9.0, {facts.name} is older"
     return None
@@ -47,12 +50,20 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     """Return what runs a supported problem."""
     from moegraft.backends.triton.device import device_facts
     from moegraft.backends.triton.fused import run_layer
-    from moegraft.backends.triton.stages import STAGES
+    from moegraft.backends.triton.stages import TritonStages
     from moegraft.backends.triton.tiles import choose_config
+    from moegraft.backends.triton.unfused import run_unfused
 
     facts = device_facts()
     config, source = choose_config(problem, facts)
+    custom = problem.activation == "custom"
     if mode is None:
-        mode = "in_kernel" if facts.has_dependent_launch else "fused_serial"
-    config = replace(config, pdl=facts.has_dependent_launch and mode != "fused_serial")
-    return Choice(STAGES, mode, f"{source}: {config}", partial(run_layer, config=config))
+        fused: Mode = "in_kernel" if facts.has_dependent_launch else "fused_serial"
+        mode = "serial" if custom else fused
+    pdl = facts.has_dependent_launch and mode in ("in_kernel", "base") and not custom
+    config = replace(config, pdl=pdl)
+    stages = TritonStages(replace(config, pdl=False))
+    run: LayerRun = partial(run_layer, config=config)
+    if custom or mode in ("two_stream", "serial"):
+        run = partial(run_unfused, config=config, two_stream=mode == "two_stream")
+    return Choice(stages, mode, f"{source}: {config}", run)

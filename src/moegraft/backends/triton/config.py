@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class FusedConfig:
         delta_splits: ranges of output columns that a segment's delta is cut into, each by its own
             program: more of them for few tokens. Products of ``A`` are repeated for each.
         merged: the delta's programs are the first of the GEMM's launch, not a launch before it.
+        early: the programs of down's delta run among those of gate_up, after the blocks whose h
+            they read, so that it is there when down starts.
+        early_lag: programs of gate_up that come before the first of them: about as many as run at
+            once.
         prefetch: ask the L2 for down's weights before h is there (few tokens; out-major weights).
         pdl: programmatic dependent launch (Hopper and newer).
     """
@@ -43,5 +47,11 @@ class FusedConfig:
     delta_programs: int = 264
     delta_splits: int = 1
     merged: bool = False
+    early: bool = False
+    early_lag: int = 660
     prefetch: bool = False
     pdl: bool = False
+
+    def serial(self) -> FusedConfig:
+        """Return the same tiles with every launch behind the one before; equal bits."""
+        return replace(self, merged=False, early=False, pdl=False)

@@ -53,13 +53,13 @@ def run_layer(
     lora, top_k = call.lora, call.topk_ids.shape[1]
     ws = workspace or make_workspace(weights, call.topk_ids.numel(), config.block_m, lora)
     slots = call.slots.slots if call.slots is not None and lora else None
-    run_route(call.topk_ids, slots, weights, ws, config, call.expert_offset)
+    run_route(call.topk_ids, slots, weights.num_experts, ws, config, call.expert_offset)
     if not lora:
         table = None
     if table is not None and not config.merged:
         run_delta(x, weights, table, ws, top_k, config, down=False)
     run_gate_up(x, weights, ws, top_k, config, table, slots)
-    if table is not None and not config.merged:
+    if table is not None and not (config.merged or config.early):
         run_delta(ws.h, weights, table, ws, top_k, config, down=True)
     run_down(call.topk_weights, weights, ws, config, table, slots)
     run_finalize(ws, out, top_k, call.scale, config)

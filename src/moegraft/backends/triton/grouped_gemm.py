@@ -121,6 +121,11 @@ def grouped_gemm_kernel(
     columns = (pid % num_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = columns < size_n
     pairs = tl.load(row_pair_ptr + rows, mask=row_mask, other=0, cache_modifier=".cg")
+    # What the end needs is asked for now: its latency passes while the K loop runs.
+    if DELTA == "some":
+        has_slot = tl.load(slots_ptr + pairs // TOP_K, mask=row_mask, other=-1) >= 0
+    if WEIGHTED:
+        weight = tl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0).to(tl.float32)
     x_rows = pairs // TOP_K if X_BY_TOKEN else pairs
 
     k = tl.arange(0, BLOCK_K)
@@ -166,12 +171,10 @@ def grouped_gemm_kernel(
     if DELTA != "none":
         has_delta = row_mask
         if DELTA == "some":
-            has_slot = tl.load(slots_ptr + pairs // TOP_K, mask=row_mask, other=-1) >= 0
             has_delta = wait_marked(states_ptr + pairs, SPLITS, has_slot, PDL)
         delta = delta_ptr + pairs.to(tl.int64)[:, None] * size_n + columns[None, :]
         acc = add_delta(acc, delta, column_mask[None, :], has_delta)
     if WEIGHTED:
-        weight = tl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0).to(tl.float32)
         acc = acc * weight[:, None]
     out_rows = rows if OUT_BY_ROW else pairs
     out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * size_n + columns[None, :]

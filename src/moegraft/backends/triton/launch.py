@@ -14,7 +14,7 @@ from moegraft.backends.triton.gate_up_activation import gate_up_activation_kerne
 from moegraft.backends.triton.grouped_gemm import grouped_gemm_kernel
 from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kernel
 from moegraft.backends.triton.route import route_kernel
-from moegraft.backends.triton.workspace import MAX_DENSE_PAIRS, Workspace
+from moegraft.backends.triton.workspace import MAX_DENSE_PAIRS, RouteBuffers, Workspace
 from moegraft.factor_table import SiteTable
 from moegraft.factors import UNIT_BYTES
 from moegraft.types import ExpertWeights
@@ -28,13 +28,13 @@ MAX_BLOCK_R = 64
 def run_route(
     topk_ids: torch.Tensor,
     slots: torch.Tensor | None,
-    weights: ExpertWeights,
-    ws: Workspace,
+    num_experts: int,
+    ws: RouteBuffers,
     config: FusedConfig,
     expert_offset: int = 0,
 ) -> None:
     """Sort the pairs into blocks and, with slots int32 ``[T]``, segments."""
-    pairs, num_experts = ws.num_pairs, weights.num_experts
+    pairs = ws.num_pairs
     dense = pairs <= MAX_DENSE_PAIRS
     block_i = triton.next_power_of_2(pairs) if dense else 8
     block_e = 8
@@ -91,7 +91,7 @@ class DeltaUnits:
 
     @staticmethod
     def of(
-        weights: ExpertWeights, table: SiteTable, ws: Workspace, config: FusedConfig, down: bool
+        weights: ExpertWeights, table: SiteTable, ws: RouteBuffers, config: FusedConfig, down: bool
     ) -> DeltaUnits:
         """Describe the units of gate and up, or of down."""
         assert table.expert_map is not None
@@ -115,12 +115,12 @@ class DeltaUnits:
 def _delta_args(
     weights: ExpertWeights,
     table: SiteTable | None,
-    ws: Workspace,
+    ws: RouteBuffers,
     config: FusedConfig,
     down: bool,
 ) -> tuple[int, dict[str, Any]]:
     """Return a GEMM's programs for the delta and its arguments for them."""
-    if table is None or not config.merged:
+    if table is None or not (config.merged or (config.early and not down)):
         none = dict.fromkeys(
             ("arena_ptr", "segments_ptr", "records_ptr", "records_i32_ptr", "map_ptr")
         )
@@ -128,12 +128,21 @@ def _delta_args(
             ("slot_stride", "map_stride", "num_slots", "num_units", "delta_programs"), 0
         )
         off = dict.fromkeys(("UNITS", "DELTA_EVEN_K", "DELTA_EVEN_N"), False)
+        if not down:
+            off["DOWN_UNITS"] = False
+            none |= dict.fromkeys(_EARLY_POINTERS)
+            zero |= dict.fromkeys(("down_programs", "down_lag", "down_step"), 0)
+            zero |= dict.fromkeys(("DOWN_GROUP", "DOWN_EVEN_K", "DOWN_EVEN_N"), 0)
         one = dict.fromkeys(("UNIT", "DELTA_M", "DELTA_R", "DELTA_K", "DELTA_N", "DELTA_STAGES"), 1)
         return 0, {**none, **zero, **off, **one, "SPLITS": config.delta_splits}
     tile = config.delta
     units = DeltaUnits.of(weights, table, ws, config, down)
-    programs = min(units.num_units, config.delta_programs)
-    return programs, {
+    programs = min(units.num_units, config.delta_programs) if config.merged else 0
+    early: dict[str, Any] = {}
+    if not down:
+        early = _early_args(weights, table, ws, config)
+    return programs + early.get("down_programs", 0), {
+        **early,
         "arena_ptr": table.arena.data,
         "segments_ptr": ws.segments,
         "records_ptr": units.records,
@@ -144,7 +153,7 @@ def _delta_args(
         "num_slots": table.num_slots,
         "num_units": units.num_units,
         "delta_programs": programs,
-        "UNITS": True,
+        "UNITS": config.merged,
         "SPLITS": config.delta_splits,
         "UNIT": units.unit,
         "DELTA_EVEN_K": units.even_k,
@@ -154,6 +163,45 @@ def _delta_args(
         "DELTA_K": tile.block_k,
         "DELTA_N": tile.block_n,
         "DELTA_STAGES": tile.num_stages,
+    }
+
+
+_EARLY_POINTERS = ("delta_down_ptr", "states_down_ptr", "records_down_ptr", "records_down_i32_ptr")
+#: Units of down's delta that one program of gate_up takes: most pairs open no segment.
+_EARLY_GROUP = 4
+
+
+def _early_args(
+    weights: ExpertWeights, table: SiteTable, ws: RouteBuffers, config: FusedConfig
+) -> dict[str, Any]:
+    """Return gate_up's arguments for the units of down's delta."""
+    if not config.early:
+        zero = (
+            "down_programs",
+            "down_lag",
+            "down_step",
+            "DOWN_GROUP",
+            "DOWN_EVEN_K",
+            "DOWN_EVEN_N",
+        )
+        return {**dict.fromkeys(_EARLY_POINTERS), **dict.fromkeys(zero, 0), "DOWN_UNITS": False}
+    assert isinstance(ws, Workspace)
+    units = DeltaUnits.of(weights, table, ws, config, down=True)
+    programs = triton.cdiv(units.num_units, _EARLY_GROUP)
+    gemm_programs = ws.num_blocks * gate_up_tiles(weights, config)
+    lag = min(config.early_lag, gemm_programs)
+    return {
+        "delta_down_ptr": ws.delta_down,
+        "states_down_ptr": ws.states[2],
+        "records_down_ptr": units.records,
+        "records_down_i32_ptr": units.records.view(torch.int32),
+        "down_programs": programs,
+        "down_lag": lag,
+        "down_step": max((gemm_programs - lag) // programs, 1),
+        "DOWN_UNITS": True,
+        "DOWN_GROUP": _EARLY_GROUP,
+        "DOWN_EVEN_K": units.even_k,
+        "DOWN_EVEN_N": units.even_n,
     }
 
 
@@ -175,8 +223,13 @@ def run_gate_up(
     config: FusedConfig,
     table: SiteTable | None = None,
     slots: torch.Tensor | None = None,
+    every_pair: torch.Tensor | None = None,
 ) -> None:
-    """Launch gate_up_activation; with table and slots it adds (if merged, computes) the delta."""
+    """Launch gate_up_activation; with table and slots it adds (if merged, computes) the delta.
+
+    ``every_pair``: a delta of all pairs that somebody else computed, ``[P, 2I]`` as gate | up, in
+    any float dtype; without table and slots.
+    """
     tile, layout, act = config.gate_up, weights.layout, weights.activation
     inter, hidden = weights.intermediate, weights.hidden
     up = layout.columns("up", inter)
@@ -186,15 +239,15 @@ def run_gate_up(
     tiles = gate_up_tiles(weights, config)
     programs, delta = _delta_args(weights, table, ws, config, down=False)
     gate_up_activation_kernel[(programs + ws.num_blocks * tiles,)](
-        x, weights.gate_up, bias, ws.h, ws.delta_gate_up, ws.states, ws.row_pair, ws.block_info,
-        slots, ws.h_counter,
+        x, weights.gate_up, bias, ws.h, ws.delta_gate_up if every_pair is None else every_pair,
+        ws.states, ws.row_pair, ws.block_info, slots, ws.h_counter,
         hidden, inter, x.stride(0), w.stride(0), w.stride(1), w.stride(2),
         0 if bias is None else bias.stride(0), tiles, ws.num_pairs,
         TOP_K=top_k, GATE_START=gate.start, UP_START=up.start, COLUMN_STEP=up.step or 1,
         GATED=layout.gated, HAS_BIAS=bias is not None,
         KIND=act.kind, ALPHA=act.alpha, UP_SHIFT=act.up_shift,
         HAS_LIMIT=act.limit is not None, LIMIT=act.limit or 0.0,
-        DELTA="none" if slots is None else "some",
+        DELTA="all" if every_pair is not None else "none" if slots is None else "some",
         EVEN_K=hidden % tile.block_k == 0, EVEN_N=inter % tile.block_n == 0, SWAP=tile.swap,
         BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **delta, **_pdl(config),
@@ -224,6 +277,37 @@ def run_down(
         X_BY_TOKEN=False, OUT_BY_ROW=False, WEIGHTED=True, HAS_BIAS=bias is not None,
         DELTA="none" if slots is None else "some",
         EVEN_K=inter % tile.block_k == 0, EVEN_N=hidden % tile.block_n == 0, SWAP=tile.swap,
+        BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **delta, **_pdl(config),
+    )  # fmt: skip
+
+
+def run_grouped_gemm(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    ws: RouteBuffers,
+    top_k: int,
+    config: FusedConfig,
+    out: torch.Tensor,
+    down: bool,
+) -> None:
+    """Launch a plain product with its bias: gate_up of x per token, or down of h per pair.
+
+    ``out`` is fp32 ``[P, columns]`` in the host's columns; only rows of local pairs are written.
+    """
+    tile = config.down if down else config.gate_up
+    w = weights.down_oi if down else weights.gate_up_oi
+    bias = weights.down_bias if down else weights.gate_up_bias
+    size_n, size_k = w.shape[1:]
+    tiles = triton.cdiv(size_n, tile.block_n)
+    _, delta = _delta_args(weights, None, ws, config, down=True)  # none of them
+    grouped_gemm_kernel[(ws.num_blocks * tiles,)](
+        x, w, bias, None, out, None, None, ws.row_pair, ws.block_info, None, ws.h_counter, 0,
+        size_n, size_k, x.stride(0), w.stride(0), w.stride(1), w.stride(2),
+        0 if bias is None else bias.stride(0), tiles, ws.num_pairs,
+        TOP_K=top_k, AFTER_H=False, PREFETCH=False, X_BY_TOKEN=not down, OUT_BY_ROW=False,
+        WEIGHTED=False, HAS_BIAS=bias is not None, DELTA="none",
+        EVEN_K=size_k % tile.block_k == 0, EVEN_N=size_n % tile.block_n == 0, SWAP=tile.swap,
         BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **delta, **_pdl(config),
     )  # fmt: skip

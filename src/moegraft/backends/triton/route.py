@@ -32,8 +32,10 @@ def _load_keys(
     sort behind all others.
     """
     in_range = i < num_pairs
-    expert = tl.load(topk_ids_ptr + i, mask=in_range, other=-1).to(tl.int32) - expert_offset
+    # Compared before the cast: an int64 id beyond 32 bits must not come back as a small one.
+    expert = tl.load(topk_ids_ptr + i, mask=in_range, other=-1) - expert_offset
     local = in_range & (expert >= 0) & (expert < NUM_EXPERTS)
+    expert = expert.to(tl.int32)
     slot = tl.zeros_like(i) - 1
     if HAS_SLOTS:
         slot = tl.load(slots_ptr + i // TOP_K, mask=in_range, other=-1)

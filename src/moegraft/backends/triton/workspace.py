@@ -13,8 +13,8 @@ MAX_DENSE_PAIRS = 32
 
 
 @dataclass(frozen=True)
-class Workspace:
-    """What the launches of one layer call hand to one another; one per stream and per graph.
+class RouteBuffers:
+    """What route writes: which pairs each block of rows holds, and where each pair went.
 
     ``rows = num_blocks * block_m`` is the most rows that any routing of P pairs can need. What a
     pair has, lies at the pair's number; rows only say which pairs a block holds.
@@ -27,11 +27,6 @@ class Workspace:
             pair's delta are there, + 256 for each that has values.
         block_info: int32 ``[num_blocks]``, expert * 256 + rows.
         h_counter: int32 ``[num_blocks]``, tiles of h that are there.
-        h: ``[P, I]`` in the weights' dtype; rows of pairs that are not local are not written.
-        y: fp32 ``[P, H]``, weighted; likewise.
-        delta_gate_up: fp32 ``[P, 2I]`` as gate | up (``[P, I]`` without a gate), only pairs that
-            have a delta; None without adapters.
-        delta_down: fp32 ``[P, H]``, likewise.
     """
 
     num_pairs: int
@@ -42,6 +37,20 @@ class Workspace:
     states: torch.Tensor
     block_info: torch.Tensor
     h_counter: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Workspace(RouteBuffers):
+    """What the launches of one layer call hand to one another; one per stream and per graph.
+
+    Attributes:
+        h: ``[P, I]`` in the weights' dtype; rows of pairs that are not local are not written.
+        y: fp32 ``[P, H]``, weighted; likewise.
+        delta_gate_up: fp32 ``[P, 2I]`` as gate | up (``[P, I]`` without a gate), only pairs that
+            have a delta; None without adapters.
+        delta_down: fp32 ``[P, H]``, likewise.
+    """
+
     h: torch.Tensor
     y: torch.Tensor
     delta_gate_up: torch.Tensor | None
@@ -55,32 +64,42 @@ def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
     return num_experts + num_pairs // block_m
 
 
+def make_route_buffers(
+    num_experts: int, num_pairs: int, block_m: int, device: torch.device
+) -> RouteBuffers:
+    """Allocate what route writes for P pairs; nothing is initialised."""
+    blocks = max_blocks(num_pairs, num_experts, block_m)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    return RouteBuffers(
+        num_pairs=num_pairs,
+        num_blocks=blocks,
+        row_pair=ints(blocks * block_m),
+        pair_row=ints(num_pairs),
+        segments=ints(num_pairs, 4),
+        states=ints(3, num_pairs),
+        block_info=ints(blocks),
+        h_counter=ints(blocks),
+    )
+
+
 def make_workspace(weights: ExpertWeights, num_pairs: int, block_m: int, lora: bool) -> Workspace:
     """Allocate scratch for P pairs; ``lora`` adds what only adapters need.
 
     Nothing is initialised. All of it comes from torch's allocator on the current stream, so a
     captured call takes its memory from the graph's pool.
     """
-    blocks = max_blocks(num_pairs, weights.num_experts, block_m)
-    rows = blocks * block_m
     device = weights.device
-
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+    route = make_route_buffers(weights.num_experts, num_pairs, block_m, device)
 
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
     sides = 2 if weights.layout.gated else 1
     return Workspace(
-        num_pairs=num_pairs,
-        num_blocks=blocks,
-        row_pair=ints(rows),
-        pair_row=ints(num_pairs),
-        segments=ints(num_pairs, 4),
-        states=ints(3, num_pairs),
-        block_info=ints(blocks),
-        h_counter=ints(blocks),
+        **vars(route),
         h=torch.empty(num_pairs, weights.intermediate, dtype=weights.dtype, device=device),
         y=floats(num_pairs, weights.hidden),
         delta_gate_up=floats(num_pairs, sides * weights.intermediate) if lora else None,
