@@ -19,6 +19,7 @@ class Problem:
         weight_format: ``"unquantized"``; no backend runs another format yet.
         device_type: ``"cpu"`` or ``"cuda"``.
         max_rank: the bank's maximum rank; 0 = the layer has no adapters at all.
+        activation: kind of activation; ``"custom"`` is a function of the host's.
 
     A plan depends on nothing else: never on which adapters are live.
     """
@@ -33,6 +34,7 @@ class Problem:
     weight_format: str
     device_type: str
     max_rank: int = 0
+    activation: str = "silu"
 
     @property
     def num_pairs(self) -> int:
@@ -53,6 +55,7 @@ class Problem:
             weight_format=weights.weight_format,
             device_type=weights.device.type,
             max_rank=max_rank,
+            activation=weights.activation.kind,
         )
 
     @staticmethod

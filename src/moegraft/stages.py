@@ -7,6 +7,10 @@
 A backend is a table of these functions (:class:`Stages`). A fused kernel replaces a run of stages
 and is chosen by the plan; it never turns a plain stage into something else by a flag.
 Letters are those of :mod:`moegraft.types`; ``N`` is the number of local pairs.
+
+How rows are numbered is the backend's own affair: its permute says it and its other stages read it.
+With :class:`Permutation` (CPU) the rows are the N local pairs in expert order. On a GPU the row of
+a pair is the pair's number, so N stands for P and rows of pairs that are not local hold anything.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -91,7 +95,11 @@ def split_columns(
     return tuple(out[:, site.layout.columns(name, width)] for name in projections)
 
 
-class Stages(Protocol):
+#: What a backend's permute returns and its other stages take.
+RowOrder = TypeVar("RowOrder")
+
+
+class Stages(Protocol[RowOrder]):
     """A backend's stage functions."""
 
     def permute(
@@ -100,7 +108,7 @@ class Stages(Protocol):
         slots: TokenSlots | None,
         num_experts: int,
         expert_offset: int,
-    ) -> Permutation:
+    ) -> RowOrder:
         """Sort the pairs by expert.
 
         ``topk_ids`` int32/int64 ``[T, K]`` global ids; ids outside ``[expert_offset,
@@ -108,9 +116,7 @@ class Stages(Protocol):
         """
         ...
 
-    def gate_up(
-        self, x_TH: torch.Tensor, weights: ExpertWeights, perm: Permutation
-    ) -> torch.Tensor:
+    def gate_up(self, x_TH: torch.Tensor, weights: ExpertWeights, perm: RowOrder) -> torch.Tensor:
         """``out[n] = W_gate_up[e_n] x[t_n] + b[e_n]``: fp32 ``[N, 2I]`` in the host's columns."""
         ...
 
@@ -120,12 +126,12 @@ class Stages(Protocol):
         """``h = act(gate, up)`` in fp32, rounded to ``dtype``, that of x: ``[N, I]``."""
         ...
 
-    def down(self, h_NI: torch.Tensor, weights: ExpertWeights, perm: Permutation) -> torch.Tensor:
+    def down(self, h_NI: torch.Tensor, weights: ExpertWeights, perm: RowOrder) -> torch.Tensor:
         """``y[n] = W_down[e_n] h[n] + b[e_n]``: fp32 ``[N, H]``."""
         ...
 
     def finalize(
-        self, y_NH: torch.Tensor, topk_weights: torch.Tensor, perm: Permutation, scale: float
+        self, y_NH: torch.Tensor, topk_weights: torch.Tensor, perm: RowOrder, scale: float
     ) -> torch.Tensor:
         """``out[t] = scale * sum_k w[t, k] * y``, summed in fp32: fp32 ``[T, H]``."""
         ...
@@ -135,7 +141,7 @@ class Stages(Protocol):
         rows: torch.Tensor,
         table: SiteTable,
         projections: tuple[str, ...],
-        perm: Permutation,
+        perm: RowOrder,
         slots: TokenSlots,
     ) -> RankVectors:
         """``S[n] = A[slot_n, e_n] rows_n``. ``rows`` is ``[T, in]`` for gate and up (row n reads
@@ -147,7 +153,7 @@ class Stages(Protocol):
         ranks: RankVectors,
         table: SiteTable,
         projections: tuple[str, ...],
-        perm: Permutation,
+        perm: RowOrder,
         outs: tuple[torch.Tensor, ...],
     ) -> None:
         """``outs[i][n] += scale * B[slot_n, e_n] S[n]`` in place, fp32 views ``[N, out]``."""
@@ -158,7 +164,7 @@ class Stages(Protocol):
         rows: torch.Tensor,
         table: SiteTable,
         projections: tuple[str, ...],
-        perm: Permutation,
+        perm: RowOrder,
         slots: TokenSlots,
         out: torch.Tensor,
     ) -> None:

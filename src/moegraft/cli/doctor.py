@@ -15,7 +15,7 @@ from moegraft.env import forced_backend, log_level
 from moegraft.errors import MoegraftError
 
 #: A layer of Qwen3-30B-A3B: what people serve.
-_LAYER = {"top_k": 8, "num_experts": 128, "hidden": 2048, "intermediate": 768}
+_LAYER: dict[str, Any] = {"top_k": 8, "num_experts": 128, "hidden": 2048, "intermediate": 768}
 _PHASES = {"decode": 8, "prefill": 512}
 _DTYPES = ("bfloat16", "float32")
 
