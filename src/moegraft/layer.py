@@ -7,6 +7,7 @@ Each stage is specified in :mod:`moegraft.stages`, its maths in :mod:`moegraft.r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -52,7 +53,7 @@ class MoeLoraLayer:
     ) -> None:
         check_activation(weights.activation)
         if table is not None:
-            _check_table(table, weights)
+            check_table(table, weights)
         self.weights = weights
         self.table = table
         self.expert_offset = expert_offset
@@ -86,52 +87,58 @@ class MoeLoraLayer:
         Raises:
             MoegraftError: shapes disagree.
         """
-        self._check(x_TH, topk_ids, topk_weights, slots)
-        plan = self.plan(*topk_ids.shape)
-        table = None if plan.mode == "base" else self.table
+        check_call(self.weights, self.table, x_TH, topk_ids, topk_weights, slots)
         call = LayerCall(
             x_TH,
             topk_ids,
             topk_weights,
             self.weights,
-            table,
+            self.table,
             slots,
             self.expert_offset,
             self.routed_scaling_factor,
         )
-        if plan.mode == "base" and slots is not None and slots.live:
+        return run_plan(self.plan(*topk_ids.shape), call)
+
+
+def run_plan(plan: Plan, call: LayerCall) -> torch.Tensor:
+    """Run a checked call with what its plan chose."""
+    if plan.mode == "base":
+        if call.slots is not None and call.slots.live:
             raise MoegraftError(
                 f"This layer was made with mode='base', but the batch uses adapter slots "
-                f"{list(slots.live)}; make it with another mode, or pass slots=None."
+                f"{list(call.slots.live)}; make it with another mode, or pass slots=None."
             )
-        return run_stages(plan.stages, call) if plan.run is None else plan.run(call)
+        call = replace(call, table=None)
+    return run_stages(plan.stages, call) if plan.run is None else plan.run(call)
 
-    def _check(
-        self,
-        x_TH: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        slots: TokenSlots | None,
-    ) -> None:
-        if x_TH.dim() != 2 or x_TH.shape[1] != self.weights.hidden:
-            raise MoegraftError(
-                f"x has shape {tuple(x_TH.shape)}; expected [T, {self.weights.hidden}]."
-            )
-        num_tokens = x_TH.shape[0]
-        shape = topk_ids.shape
-        if topk_weights.shape != shape or len(shape) != 2 or shape[0] != num_tokens:
-            raise MoegraftError(
-                f"topk_ids {tuple(shape)} and topk_weights {tuple(topk_weights.shape)} "
-                f"must both be [T, K] with T = {num_tokens}, the rows of x."
-            )
-        if topk_ids.dtype not in (torch.int32, torch.int64):
-            raise MoegraftError(f"topk_ids are {topk_ids.dtype}; expected int32 or int64.")
-        if slots is not None and slots.num_tokens != num_tokens:
-            raise MoegraftError(
-                f"The batch has {num_tokens} tokens but {slots.num_tokens} adapter slots."
-            )
-        if slots is not None and self.table is not None:
-            self.table.check_live(slots)
+
+def check_call(
+    weights: ExpertWeights,
+    table: SiteTable | None,
+    x_TH: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    slots: TokenSlots | None,
+) -> None:
+    """Raise :class:`MoegraftError` unless the shapes of a call agree; reads no values."""
+    if x_TH.dim() != 2 or x_TH.shape[1] != weights.hidden:
+        raise MoegraftError(f"x has shape {tuple(x_TH.shape)}; expected [T, {weights.hidden}].")
+    num_tokens = x_TH.shape[0]
+    shape = topk_ids.shape
+    if topk_weights.shape != shape or len(shape) != 2 or shape[0] != num_tokens:
+        raise MoegraftError(
+            f"topk_ids {tuple(shape)} and topk_weights {tuple(topk_weights.shape)} "
+            f"must both be [T, K] with T = {num_tokens}, the rows of x."
+        )
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise MoegraftError(f"topk_ids are {topk_ids.dtype}; expected int32 or int64.")
+    if slots is not None and slots.num_tokens != num_tokens:
+        raise MoegraftError(
+            f"The batch has {num_tokens} tokens but {slots.num_tokens} adapter slots."
+        )
+    if slots is not None and table is not None:
+        table.check_live(slots)
 
 
 def run_stages(stages: Stages, call: LayerCall) -> torch.Tensor:
@@ -163,7 +170,7 @@ def _plan_experts(
     return make_plan(Problem.of(weights, num_tokens, top_k, max_rank), backend, mode)
 
 
-def _check_table(table: SiteTable, weights: ExpertWeights) -> None:
+def check_table(table: SiteTable, weights: ExpertWeights) -> None:
     """Raise unless the table was made for experts of these sizes."""
     sizes = (weights.num_experts, weights.hidden, weights.intermediate, weights.layout)
     site = table.site
