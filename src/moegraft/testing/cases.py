@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moegraft.call import Mode
 from moegraft.factor_table import Arena, SiteTable, site_table
 from moegraft.layer import MoeLoraLayer
 from moegraft.reference import moe_lora_reference
@@ -64,7 +65,7 @@ class LayerCase:
         """A factor table in x's dtype on x's device."""
         return table_on(site_table(self.site, self.adapters, self.x.dtype), self.x.device)
 
-    def layer(self, backend: str | None = None) -> MoeLoraLayer:
+    def layer(self, backend: str | None = None, mode: Mode | None = None) -> MoeLoraLayer:
         """A layer over the weights and :meth:`table`."""
         return MoeLoraLayer(
             self.weights,
@@ -72,6 +73,7 @@ class LayerCase:
             expert_offset=self.expert_offset,
             routed_scaling_factor=self.scale,
             backend=backend,
+            mode=mode,
         )
 
     def run(self, layer: MoeLoraLayer | None = None, base: bool = False) -> torch.Tensor:

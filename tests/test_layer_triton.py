@@ -1,0 +1,86 @@
+"""The layer on the Triton backend (its interpreter) as a plan chooses it, in every mode."""
+
+from __future__ import annotations
+
+import os
+from typing import get_args
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 from the start", allow_module_level=True)
+
+from cpu_layer import mixed_adapters
+from moegraft.call import Mode
+from moegraft.errors import PlanError
+from moegraft.sites import expert_site
+from moegraft.streams import beside
+from moegraft.testing import (
+    ACTIVATIONS,
+    LAYOUTS,
+    LayerCase,
+    assert_bit_equal,
+    assert_case,
+    layer_case,
+)
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+def case_of(layout: str = "gate_first", activation: str = "silu", num_tokens: int = 6) -> LayerCase:
+    """Return a case with every kind of adapter."""
+    site = expert_site("experts", 5, 24, 20, LAYOUTS[layout])
+    return layer_case(
+        num_tokens,
+        mixed_adapters(site, torch.float32),
+        [-1, 0, 1, 2, 3, 4],
+        layout=LAYOUTS[layout],
+        activation=ACTIVATIONS[activation],
+        biases=True,
+        minus_ones=0.1,
+        scale=2.5,
+    )
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "base"])
+@pytest.mark.parametrize(
+    ("layout", "activation"), [("gate_first", "silu"), ("interleaved_in_major", "clamped")]
+)
+def test_every_mode_matches_the_reference(layout: str, activation: str, mode: Mode) -> None:
+    case = case_of(layout, activation)
+    layer = case.layer("triton", mode)
+    assert layer.plan(*case.routing.topk_ids.shape).mode == mode
+    assert_case(case, layer)
+
+
+def test_an_activation_of_the_hosts_own_runs_in_mode_serial_by_default() -> None:
+    case = case_of("gate_first", "custom")
+    layer = case.layer("triton")
+    assert layer.plan(*case.routing.topk_ids.shape).mode == "serial"
+    assert_case(case, layer)
+    two_stream = case.run(case.layer("triton", "two_stream"))
+    assert_bit_equal(two_stream, case.run(layer))
+    base = case.layer("triton", "base")
+    assert_bit_equal(case.run(base, base=True), case.run(layer, base=True))
+
+
+@pytest.mark.parametrize("mode", ["in_kernel", "fused_serial"])
+def test_fused_modes_refuse_an_activation_that_is_a_function(mode: Mode) -> None:
+    with pytest.raises(PlanError, match="activation given as a function"):
+        case_of("gate_first", "custom").layer("triton", mode)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_few_tokens(num_tokens: int) -> None:
+    case = case_of(num_tokens=num_tokens)
+    assert_case(case, case.layer("triton"))
+    assert_case(case, case.layer("triton", "two_stream"))
+
+
+def test_work_beside_runs_before_the_body_on_a_cpu() -> None:
+    done: list[str] = []
+    with beside(torch.device("cpu"), lambda: done.append("work")):
+        done.append("body")
+    assert done == ["work", "body"]
