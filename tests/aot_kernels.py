@@ -24,8 +24,6 @@ POINTERS = {
     "delta_ptr": "*fp32",
     "gate_up_ptr": "*fp32",
     "s_ptr": "*fp32",
-    "delta_down_ptr": "*fp32",
-    "records_down_ptr": "*i64",
     "y_ptr": "*fp32",
     "topk_weights_ptr": "*fp32",
     "records_ptr": "*i64",
@@ -40,8 +38,7 @@ CONSTANTS: dict[str, Any] = {
     "EVEN_N": True, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_R": 16, "BLOCK_H": 256,
     "BLOCK_I": 8, "BLOCK_J": 512, "BLOCK_E": 8, "CHOICES": 8, "NUM_EXPERTS": 128,
     "OUT_BY_ROW": False, "AFTER_H": True, "PREFETCH": True, "DOWN": False, "BLOCK_ROWS": 16,
-    "WEIGHTED": True, "SWAP": False, "UNITS": False, "SPLITS": 1, "DOWN_UNITS": False,
-    "DOWN_GROUP": 4, "DOWN_EVEN_K": True, "DOWN_EVEN_N": True, "DELTA_EVEN_K": True,
+    "WEIGHTED": True, "SWAP": False, "UNITS": False, "SPLITS": 1, "DELTA_EVEN_K": True,
     "DELTA_EVEN_N": True, "DELTA_M": 16, "DELTA_R": 16, "DELTA_K": 128, "DELTA_N": 128,
     "DELTA_STAGES": 4, "STAGES": 4,
     "SIDES": 2, "DELTA": "some", "DENSE": False, "HAS_SLOTS": True, "PDL": True,
@@ -82,7 +79,6 @@ def main(capability: int) -> None:
             compile_kernel(grouped_gemm_kernel, capability, DELTA=delta, SWAP=swap)
         print(f"gate_up_activation, grouped_gemm delta={delta}")
     compile_kernel(gate_up_activation_kernel, capability, UNITS=True, SPLITS=4)
-    compile_kernel(gate_up_activation_kernel, capability, DOWN_UNITS=True)
     compile_kernel(grouped_gemm_kernel, capability, UNITS=True, SPLITS=4)
     for dense in (True, False):
         compile_kernel(route_kernel, capability, DENSE=dense)

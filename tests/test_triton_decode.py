@@ -12,12 +12,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 from the start", allow_module_level=True)
 
-import triton
-import triton.language as tl
-
 from moegraft.backends.triton.config import FusedConfig, GemmConfig
 from moegraft.backends.triton.fused import run_layer
-from moegraft.backends.triton.gate_up_activation import down_place
 from moegraft.backends.triton.workspace import make_workspace, max_blocks
 from moegraft.call import LayerCall
 from moegraft.sites import expert_site
@@ -40,9 +36,7 @@ SWAPPED = FusedConfig(
 CONFIGS = {
     "plain": CONFIG,
     "swapped": SWAPPED,
-    "merged": replace(CONFIG, merged=True, delta_splits=2, delta_programs=7),
-    "early": replace(CONFIG, early=True),
-    "merged early": replace(CONFIG, merged=True, early=True, delta_programs=3),
+    "merged": replace(CONFIG, merged=True, gate_up_splits=2, down_splits=3, delta_programs=7),
 }
 HIDDEN, INTERMEDIATE, EXPERTS = 40, 24, 5
 GPT_OSS = Activation("silu", limit=1.0, alpha=1.702, up_shift=1.0)
@@ -52,31 +46,6 @@ LAYOUTS = {
     "up_first": (WeightLayout("up_first"), Activation("gelu_tanh")),
     "no_gate": (WeightLayout("no_gate"), Activation("relu2")),
 }
-
-
-@triton.jit
-def _places_kernel(gemm_ptr, group_ptr, gemm_programs, groups, lag, step):
-    pid = tl.program_id(0)
-    gemm, group = down_place(pid, gemm_programs, groups, lag, step)
-    tl.store(gemm_ptr + pid, gemm)
-    tl.store(group_ptr + pid, group)
-
-
-@pytest.mark.parametrize("gemm_programs", [1, 5, 17, 60])
-@pytest.mark.parametrize("groups", [1, 4, 23])
-@pytest.mark.parametrize("lag", [0, 3, 660])
-def test_every_gemm_program_and_every_group_of_units_has_one_place(
-    gemm_programs: int, groups: int, lag: int
-) -> None:
-    lag = min(lag, gemm_programs)
-    step = max((gemm_programs - lag) // groups, 1)
-    total = gemm_programs + groups
-    gemm, group = torch.zeros(2, total, dtype=torch.int32)
-    _places_kernel[(total,)](gemm, group, gemm_programs, groups, lag, step)
-    is_gemm = group < 0
-    assert gemm[is_gemm].tolist() == list(range(gemm_programs))
-    assert group[~is_gemm].tolist() == list(range(groups))
-    assert bool(is_gemm[:lag].all())
 
 
 def adapters(layout: WeightLayout) -> list[SiteFactors | None]:

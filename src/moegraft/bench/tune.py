@@ -45,7 +45,8 @@ GEMM_STEPS: dict[str, tuple[Any, ...]] = {
 LAYER_STEPS: dict[str, tuple[Any, ...]] = {
     "block_m": (16, 32, 64, 128),
     "delta_programs": (132, 264, 528, 1056),
-    "delta_splits": (1, 2, 4, 8),
+    "gate_up_splits": (1, 2, 4),
+    "down_splits": (1, 2, 4),
     "merged": (False, True),
     "prefetch": (False, True),
 }

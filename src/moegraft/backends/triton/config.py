@@ -29,13 +29,9 @@ class FusedConfig:
         gate_up, down: tiles of the two GEMM launches.
         delta: tile of lora_shrink_expand: block_k of the shrink, block_n of the expand.
         delta_programs: programs that compute the delta, at most.
-        delta_splits: ranges of output columns that a segment's delta is cut into, each by its own
-            program: more of them for few tokens. Products of ``A`` are repeated for each.
+        gate_up_splits, down_splits: ranges of output columns that a segment's delta is cut into,
+            each by its own program: more of them for few tokens. Products of ``A`` are repeated.
         merged: the delta's programs are the first of the GEMM's launch, not a launch before it.
-        early: the programs of down's delta run among those of gate_up, after the blocks whose h
-            they read, so that it is there when down starts.
-        early_lag: programs of gate_up that come before the first of them: about as many as run at
-            once.
         prefetch: ask the L2 for down's weights before h is there (few tokens; out-major weights).
         pdl: programmatic dependent launch (Hopper and newer).
     """
@@ -45,13 +41,16 @@ class FusedConfig:
     down: GemmConfig
     delta: GemmConfig = GemmConfig(128, 128, 4, 4)
     delta_programs: int = 264
-    delta_splits: int = 1
+    gate_up_splits: int = 1
+    down_splits: int = 1
     merged: bool = False
-    early: bool = False
-    early_lag: int = 660
     prefetch: bool = False
     pdl: bool = False
 
+    def splits(self, down: bool) -> int:
+        """Return the ranges of columns of the delta of gate and up, or of down."""
+        return self.down_splits if down else self.gate_up_splits
+
     def serial(self) -> FusedConfig:
         """Return the same tiles with every launch behind the one before; equal bits."""
-        return replace(self, merged=False, early=False, pdl=False)
+        return replace(self, merged=False, pdl=False)

@@ -59,7 +59,7 @@ def run_layer(
     if table is not None and not config.merged:
         run_delta(x, weights, table, ws, top_k, config, down=False)
     run_gate_up(x, weights, ws, top_k, config, table, slots)
-    if table is not None and not (config.merged or config.early):
+    if table is not None and not config.merged:
         run_delta(ws.h, weights, table, ws, top_k, config, down=True)
     run_down(call.topk_weights, weights, ws, config, table, slots)
     run_finalize(ws, out, top_k, call.scale, config)

@@ -23,31 +23,9 @@ from moegraft.backends.triton.sync import (
 )
 
 
-@triton.jit
-def down_place(pid, gemm_programs, groups, lag, step):
-    """Return the GEMM program that ``pid`` is, and -1; or anything, and the group of units it is.
-
-    ``lag`` GEMM programs come first, then one group after every ``step`` of them, then what is left
-    of the GEMM's, then what is left of the groups. So the rows of h that a group waits for are
-    written by programs far before it.
-    """
-    rest = pid - lag
-    cycle = rest // (step + 1)
-    place = rest % (step + 1)
-    full = tl.minimum((gemm_programs - lag) // step, groups)
-    left = rest - full * (step + 1)
-    left_gemm = gemm_programs - lag - full * step
-    in_cycles = cycle < full
-    group = tl.where(place == step, cycle, -1)
-    group = tl.where(in_cycles, group, tl.where(left < left_gemm, -1, full + left - left_gemm))
-    gemm = tl.where(in_cycles, lag + cycle * step + place, lag + full * step + left)
-    return tl.where(rest < 0, pid, gemm), tl.where(rest < 0, -1, group)
-
-
 @triton.jit(
     do_not_specialize=[
         "num_tiles", "num_pairs", "map_stride", "num_slots", "num_units", "delta_programs",
-        "down_programs", "down_lag", "down_step",
     ]
 )  # fmt: skip
 def gate_up_activation_kernel(
@@ -81,14 +59,6 @@ def gate_up_activation_kernel(
     num_slots,
     num_units,
     delta_programs,
-    # The units of down's delta, if they run among this launch's programs.
-    delta_down_ptr,
-    states_down_ptr,
-    records_down_ptr,
-    records_down_i32_ptr,
-    down_programs,
-    down_lag,  # this many of the GEMM's programs come before the first of them
-    down_step,  # then so many come before each
     TOP_K: tl.constexpr,
     GATE_START: tl.constexpr,
     UP_START: tl.constexpr,
@@ -107,10 +77,6 @@ def gate_up_activation_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    DOWN_UNITS: tl.constexpr,  # see down_place
-    DOWN_GROUP: tl.constexpr,  # units that one program takes
-    DOWN_EVEN_K: tl.constexpr,
-    DOWN_EVEN_N: tl.constexpr,
     UNITS: tl.constexpr,  # the first delta_programs programs run the delta's units
     SPLITS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -141,24 +107,6 @@ def gate_up_activation_kernel(
                 )  # fmt: skip
             return
         pid -= delta_programs
-    if DOWN_UNITS:
-        gemm_programs = tl.num_programs(0) - down_programs
-        if UNITS:
-            gemm_programs -= delta_programs
-        pid, group = down_place(pid, gemm_programs, down_programs, down_lag, down_step)
-        if group >= 0:
-            for unit in range(group * DOWN_GROUP, (group + 1) * DOWN_GROUP):
-                if unit < num_pairs * SPLITS:
-                    run_unit(
-                        unit, h_ptr, delta_down_ptr, states_down_ptr, arena_ptr, segments_ptr,
-                        row_pair_ptr, records_down_ptr, records_down_i32_ptr, map_ptr,
-                        h_counter_ptr, num_tiles, num_pairs, intermediate, hidden, intermediate,
-                        slot_stride, map_stride, num_slots, TOP_K, True, 1, SPLITS, UNIT,
-                        DOWN_EVEN_K, DOWN_EVEN_N, BLOCK_M, DELTA_M, DELTA_R, DELTA_K, DELTA_N,
-                        DELTA_STAGES, PDL,
-                    )  # fmt: skip
-            launch_end(PDL)
-            return
     block = pid // num_tiles
     # Past L1: read before launch_wait.
     info = tl.load(block_info_ptr + block, cache_modifier=".cg")

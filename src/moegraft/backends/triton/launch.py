@@ -68,7 +68,7 @@ def run_delta(
         units.records, units.records.view(torch.int32), table.expert_map, ws.h_counter,
         gate_up_tiles(weights, config), units.num_units, ws.num_pairs, units.size_k, units.size_n,
         x.stride(0), table.records.stride(0), units.map_stride, table.num_slots,
-        TOP_K=top_k, DOWN=down, SIDES=units.sides, SPLITS=config.delta_splits, UNIT=units.unit,
+        TOP_K=top_k, DOWN=down, SIDES=units.sides, SPLITS=config.splits(down), UNIT=units.unit,
         EVEN_K=units.even_k, EVEN_N=units.even_n, BLOCK_ROWS=config.block_m, BLOCK_M=SEGMENT_ROWS,
         BLOCK_R=block_r(table.max_rank), BLOCK_K=tile.block_k, BLOCK_N=tile.block_n,
         STAGES=tile.num_stages, num_warps=tile.num_warps, **_pdl(config),
@@ -101,14 +101,14 @@ class DeltaUnits:
         size_k, size_n = sizes[::-1] if down else sizes
         return DeltaUnits(
             records=table.records[:, table.records.shape[1] - 1 if down else 0 :],
-            num_units=ws.num_pairs * sides * config.delta_splits,
+            num_units=ws.num_pairs * sides * config.splits(down),
             size_k=size_k,
             size_n=size_n,
             sides=sides,
             map_stride=table.expert_map.stride(0),
             unit=UNIT_BYTES // table.arena.data.element_size(),
             even_k=size_k % tile.block_k == 0,
-            even_n=size_n % (tile.block_n * config.delta_splits) == 0,
+            even_n=size_n % (tile.block_n * config.splits(down)) == 0,
         )
 
 
@@ -120,7 +120,7 @@ def _delta_args(
     down: bool,
 ) -> tuple[int, dict[str, Any]]:
     """Return a GEMM's programs for the delta and its arguments for them."""
-    if table is None or not (config.merged or (config.early and not down)):
+    if table is None or not config.merged:
         none = dict.fromkeys(
             ("arena_ptr", "segments_ptr", "records_ptr", "records_i32_ptr", "map_ptr")
         )
@@ -128,21 +128,12 @@ def _delta_args(
             ("slot_stride", "map_stride", "num_slots", "num_units", "delta_programs"), 0
         )
         off = dict.fromkeys(("UNITS", "DELTA_EVEN_K", "DELTA_EVEN_N"), False)
-        if not down:
-            off["DOWN_UNITS"] = False
-            none |= dict.fromkeys(_EARLY_POINTERS)
-            zero |= dict.fromkeys(("down_programs", "down_lag", "down_step"), 0)
-            zero |= dict.fromkeys(("DOWN_GROUP", "DOWN_EVEN_K", "DOWN_EVEN_N"), 0)
         one = dict.fromkeys(("UNIT", "DELTA_M", "DELTA_R", "DELTA_K", "DELTA_N", "DELTA_STAGES"), 1)
-        return 0, {**none, **zero, **off, **one, "SPLITS": config.delta_splits}
+        return 0, {**none, **zero, **off, **one, "SPLITS": config.splits(down)}
     tile = config.delta
     units = DeltaUnits.of(weights, table, ws, config, down)
-    programs = min(units.num_units, config.delta_programs) if config.merged else 0
-    early: dict[str, Any] = {}
-    if not down:
-        early = _early_args(weights, table, ws, config)
-    return programs + early.get("down_programs", 0), {
-        **early,
+    programs = min(units.num_units, config.delta_programs)
+    return programs, {
         "arena_ptr": table.arena.data,
         "segments_ptr": ws.segments,
         "records_ptr": units.records,
@@ -153,8 +144,8 @@ def _delta_args(
         "num_slots": table.num_slots,
         "num_units": units.num_units,
         "delta_programs": programs,
-        "UNITS": config.merged,
-        "SPLITS": config.delta_splits,
+        "UNITS": True,
+        "SPLITS": config.splits(down),
         "UNIT": units.unit,
         "DELTA_EVEN_K": units.even_k,
         "DELTA_EVEN_N": units.even_n,
@@ -163,45 +154,6 @@ def _delta_args(
         "DELTA_K": tile.block_k,
         "DELTA_N": tile.block_n,
         "DELTA_STAGES": tile.num_stages,
-    }
-
-
-_EARLY_POINTERS = ("delta_down_ptr", "states_down_ptr", "records_down_ptr", "records_down_i32_ptr")
-#: Units of down's delta that one program of gate_up takes: most pairs open no segment.
-_EARLY_GROUP = 4
-
-
-def _early_args(
-    weights: ExpertWeights, table: SiteTable, ws: RouteBuffers, config: FusedConfig
-) -> dict[str, Any]:
-    """Return gate_up's arguments for the units of down's delta."""
-    if not config.early:
-        zero = (
-            "down_programs",
-            "down_lag",
-            "down_step",
-            "DOWN_GROUP",
-            "DOWN_EVEN_K",
-            "DOWN_EVEN_N",
-        )
-        return {**dict.fromkeys(_EARLY_POINTERS), **dict.fromkeys(zero, 0), "DOWN_UNITS": False}
-    assert isinstance(ws, Workspace)
-    units = DeltaUnits.of(weights, table, ws, config, down=True)
-    programs = triton.cdiv(units.num_units, _EARLY_GROUP)
-    gemm_programs = ws.num_blocks * gate_up_tiles(weights, config)
-    lag = min(config.early_lag, gemm_programs)
-    return {
-        "delta_down_ptr": ws.delta_down,
-        "states_down_ptr": ws.states[2],
-        "records_down_ptr": units.records,
-        "records_down_i32_ptr": units.records.view(torch.int32),
-        "down_programs": programs,
-        "down_lag": lag,
-        "down_step": max((gemm_programs - lag) // programs, 1),
-        "DOWN_UNITS": True,
-        "DOWN_GROUP": _EARLY_GROUP,
-        "DOWN_EVEN_K": units.even_k,
-        "DOWN_EVEN_N": units.even_n,
     }
 
 

@@ -87,8 +87,15 @@ def _by_rules(problem: Problem) -> FusedConfig:
         gemm = GemmConfig(32, 32, 4, 3)
         return FusedConfig(16, gemm, gemm, GemmConfig(64, 64, 4, 2))
     if problem.num_pairs <= _FEW_PAIRS:
-        gemm = GemmConfig(64, 128, 4, 4, swap=True)
-        return FusedConfig(16, gemm, gemm, delta)
+        return FusedConfig(
+            16,
+            GemmConfig(64, 128, 4, 3, swap=True),
+            GemmConfig(128, 128, 4, 3, swap=True),
+            GemmConfig(128, 128, 4, 6),
+            gate_up_splits=2,
+            down_splits=2,
+            merged=True,
+        )
     if rows <= _ROWS_16:
         return FusedConfig(16, GemmConfig(32, 128, 4, 3), GemmConfig(64, 128, 4, 3), delta)
     if rows <= _ROWS_32:
