@@ -1,7 +1,8 @@
 """The operators of ``torch.ops.moegraft``: they write to their outputs and return nothing.
 
 Arguments are flat (tensors and numbers), so that graphs can hold them, and are taken as checked:
-the functions around them do that. ``backend`` is a name, or ``""`` for the plan's choice.
+the functions around them do that. ``backend`` is a name, or ``""`` for the plan's choice, and so is
+``overlap``, the mode (torch's dispatch takes no argument of that name).
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def add_down_delta_op(
     schema="(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, "
     "Tensor? gate_up_bias, Tensor? down_bias, Tensor arena, Tensor records, Tensor expert_map, "
     f"Tensor slots, int[] live, bool in_graph, str order, bool out_major, {_ACTIVATION}, "
-    "int max_rank, int expert_offset, float scale, str mode, str backend, Tensor(a!) out) -> ()",
+    "int max_rank, int expert_offset, float scale, str overlap, str backend, Tensor(a!) out) -> ()",
 )
 def moe_lora_op(
     x: torch.Tensor,
@@ -192,7 +193,7 @@ def moe_lora_op(
     max_rank: int,
     expert_offset: int,
     scale: float,
-    mode: str,
+    overlap: str,
     backend: str,
     out: torch.Tensor,
 ) -> None:
@@ -209,7 +210,7 @@ def moe_lora_op(
         expert_offset, scale, out,
     )  # fmt: skip
     problem = Problem.of(weights, topk_ids.shape[0], topk_ids.shape[1], max_rank)
-    run_plan(cached_plan(problem, backend or None, cast(Mode, mode) if mode else None), call)
+    run_plan(cached_plan(problem, backend or None, cast(Mode, overlap) if overlap else None), call)
 
 
 for _op in (
