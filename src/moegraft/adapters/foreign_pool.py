@@ -1,0 +1,262 @@
+"""Factor tables over slot tensors that an engine owns: its memory is read, nothing of it is kept.
+
+The records of a table are offsets from one base address, in units of 16 bytes. Offsets are 64 bits
+wide, so they reach any tensor of a device from the lowest of them; all begin at multiples of 16
+bytes, as torch's allocators do. A is read where it is. So is B when its storage is rank-major;
+where its ranks are adjacent, or its rows begin elsewhere, :meth:`ForeignPool.load` copies the
+slot's B once, transposed, since the kernels read whole rank rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from moegraft.adapters.address_span import base_tensor
+from moegraft.errors import AdapterError
+from moegraft.factor_table import Arena, SiteTable
+from moegraft.factors import (
+    A_EXPERT_STRIDE,
+    A_OFFSET,
+    A_ROW_STRIDE,
+    B_EXPERT_STRIDE,
+    B_OFFSET,
+    B_ROW_STRIDE,
+    RANK_I32,
+    RECORD_WORDS,
+    SCALE_F32,
+    SHARED_A_I32,
+    UNIT_BYTES,
+)
+from moegraft.sites import Site
+
+
+@dataclass(frozen=True, eq=False)
+class ForeignFactor:
+    """One projection's factors of all slots, as views of the engine's tensors.
+
+    Attributes:
+        lora_a: ``[S, Ea, rows, in]``, Ea = E or 1 (shared by all experts), adjacent columns.
+        lora_b: ``[S, Eb, out, R]``, Eb likewise, any strides.
+        behind: the slot's A begins in row ``rank`` of ``lora_a``, not in row 0: behind another
+            projection's rows of the same rank.
+
+    Example: one tensor ``[S, E, 2R, H]`` holds gate's rows and then up's: gate has
+    ``behind=False`` and up ``behind=True``, both over the whole tensor.
+    """
+
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    behind: bool = False
+
+
+class ForeignPool:
+    """A :class:`SiteTable` over an engine's slot tensors of one experts site.
+
+    Writing a slot is the engine's business; :meth:`load` then says what it holds, :meth:`clear`
+    that it holds nothing. Both are copies on the current stream. A table never moves.
+
+    Args:
+        site: the experts site.
+        factors: projection name -> factors; a missing projection never has a delta. All tensors
+            have one dtype, which is the table's, and one device.
+
+    Raises:
+        AdapterError: shapes, dtypes, devices or alignment don't fit.
+    """
+
+    def __init__(self, site: Site, factors: Mapping[str, ForeignFactor]) -> None:
+        first = next(iter(factors.values()), None)
+        if first is None:
+            raise AdapterError(f"{site.name}: a pool needs factors of at least one projection.")
+        self.site = site
+        self.num_slots = first.lora_a.shape[0]
+        self.device, self.dtype = first.lora_a.device, first.lora_a.dtype
+        for name, factor in factors.items():
+            self._check(name, factor)
+        with torch.inference_mode(False):
+            # A mirror is [S, Eb, R, out (padded to whole units)]; None where B is read in place.
+            self._mirrors = {
+                name: None if _has_rows(f.lora_b.transpose(2, 3)) else self._mirror(f.lora_b)
+                for name, f in factors.items()
+            }
+            self._factors = dict(factors)
+            self._rank_rows = {
+                name: f.lora_b.transpose(2, 3) if mirror is None else mirror
+                for (name, f), mirror in zip(factors.items(), self._mirrors.values(), strict=True)
+            }
+            sources = [f.lora_a for f in factors.values()] + list(self._rank_rows.values())
+            self._base = min(tensor.data_ptr() for tensor in sources)
+            count = len(site.projections)
+            self._records = torch.zeros(self.num_slots, count, RECORD_WORDS, dtype=torch.int64)
+            expert_map = torch.arange(site.num_experts, dtype=torch.int32).repeat(self.num_slots, 1)
+            self.table = SiteTable(
+                site,
+                Arena(base_tensor(sources)),
+                self._records.to(self.device, copy=True),
+                expert_map.to(self.device),
+                max(f.lora_b.shape[3] for f in factors.values()),
+                host_ranks=torch.zeros(self.num_slots, count, dtype=torch.int32),
+            )
+        # The table is good for as long as the memory is: it keeps the tensors alive.
+        self.table.host_cache["sources"] = sources
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that the transposed copies of B take; 0 when every B is read in place."""
+        return sum(m.numel() * m.element_size() for m in self._mirrors.values() if m is not None)
+
+    def load(
+        self,
+        slot: int,
+        rank: int | Mapping[str, int],
+        scale: float | Mapping[str, float] = 1.0,
+    ) -> None:
+        """Say that a slot holds an adapter now, written on this stream before.
+
+        Args:
+            slot: which.
+            rank: of all projections, or by name (a missing one has no delta); at most the pool's.
+            scale: alpha / r, multiplied in fp32; 1 where the engine has it in B already.
+
+        Raises:
+            AdapterError: no such slot or projection, a rank over the pool's, or two ranks for gate
+                and up where they share one A.
+        """
+        self._check_slot(slot)
+        ranks = dict.fromkeys(self._factors, rank) if isinstance(rank, int) else dict(rank)
+        for name, value in ranks.items():
+            if name not in self._factors:
+                raise AdapterError(
+                    f"{self.site.name}: the pool has no {name!r}, only {list(self._factors)}."
+                )
+            most = self._factors[name].lora_b.shape[3]
+            if not 0 <= value <= most:
+                raise AdapterError(
+                    f"{self.site.name}, {name}: rank {value} is not in 0 to {most}, the pool's."
+                )
+        self._check_shared(ranks)
+        with torch.inference_mode(False):
+            self._records[slot] = 0
+            previous = -1
+            for i, projection in enumerate(self.site.projections):
+                live = ranks.get(projection.name, 0)
+                if not live:
+                    previous = -1
+                    continue
+                own = scale if isinstance(scale, (int, float)) else scale[projection.name]
+                self._write_record(slot, i, projection.name, live, float(own))
+                offset = int(self._records[slot, i, A_OFFSET])
+                self._records[slot, i].view(torch.int32)[SHARED_A_I32] = int(offset == previous)
+                previous = offset
+            self._publish(slot)
+
+    def clear(self, slot: int) -> None:
+        """Say that a slot holds nothing; its tokens get the base result."""
+        self._check_slot(slot)
+        with torch.inference_mode(False):
+            self._records[slot] = 0
+            self._publish(slot)
+
+    def _write_record(self, slot: int, i: int, name: str, rank: int, scale: float) -> None:
+        factor, mirror = self._factors[name], self._mirrors[name]
+        if mirror is not None:
+            out = factor.lora_b.shape[2]
+            mirror[slot, :, :rank, :out].copy_(factor.lora_b[slot, :, :, :rank].transpose(1, 2))
+        a, b = factor.lora_a[slot], self._rank_rows[name][slot]
+        if factor.behind:
+            a = a[:, rank:]
+        record = self._records[slot, i]
+        for rows, words in (
+            (a, (A_OFFSET, A_EXPERT_STRIDE, A_ROW_STRIDE)),
+            (b, (B_OFFSET, B_EXPERT_STRIDE, B_ROW_STRIDE)),
+        ):
+            record[words[0]] = (rows.data_ptr() - self._base) // UNIT_BYTES
+            record[words[1]] = rows.stride(0) if rows.shape[0] > 1 else 0
+            record[words[2]] = rows.stride(1)
+        record.view(torch.int32)[RANK_I32] = rank
+        record.view(torch.float32)[SCALE_F32] = scale
+
+    def _publish(self, slot: int) -> None:
+        """Copy a slot's records to the device, behind whatever the stream reads of them."""
+        assert self.table.host_ranks is not None
+        row = self._records[slot]
+        self.table.host_ranks[slot] = row.view(torch.int32)[:, RANK_I32]
+        if bool(self.table.host_ranks[slot].any()):
+            self.table.host_cache["used"] = True
+        self.table.records[slot].copy_(row)
+        self.table.arena.version += 1
+
+    def _check_shared(self, ranks: Mapping[str, int]) -> None:
+        gate, up = self._factors.get("gate"), self._factors.get("up")
+        if (
+            gate is None
+            or up is None
+            or up.behind
+            or gate.lora_a.data_ptr() != up.lora_a.data_ptr()
+        ):
+            return
+        if len({ranks.get("gate", 0), ranks.get("up", 0)} - {0}) > 1:
+            raise AdapterError(
+                f"{self.site.name}: gate has rank {ranks['gate']} and up {ranks['up']}, but they "
+                "share one A."
+            )
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.num_slots:
+            raise AdapterError(f"{self.site.name}: slot {slot} is not one of {self.num_slots}.")
+
+    def _mirror(self, lora_b: torch.Tensor) -> torch.Tensor:
+        slots, entries, out, rank = lora_b.shape
+        unit = UNIT_BYTES // self.dtype.itemsize
+        padded = -(-out // unit) * unit
+        shape = (slots, entries, rank, padded)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def _check(self, name: str, factor: ForeignFactor) -> None:
+        where = f"{self.site.name}, {name}"
+        if name not in {p.name for p in self.site.projections}:
+            names = [p.name for p in self.site.projections]
+            raise AdapterError(f"{where}: the site has only {names}.")
+        sizes, experts = self.site.projection(name), self.site.num_experts
+        a, b = factor.lora_a, factor.lora_b
+        if a.dim() != 4 or b.dim() != 4:
+            raise AdapterError(
+                f"{where}: A {tuple(a.shape)} must be [S, E or 1, rows, in] and B "
+                f"{tuple(b.shape)} [S, E or 1, out, R]."
+            )
+        rows = b.shape[3] * (2 if factor.behind else 1)
+        right = (
+            a.shape[0] == b.shape[0] == self.num_slots
+            and {a.shape[1], b.shape[1]} <= {1, experts}
+            and a.shape[3] == sizes.in_features
+            and b.shape[2] == sizes.out_features
+            and a.shape[2] >= rows
+        )
+        if not right:
+            raise AdapterError(
+                f"{where}: A {tuple(a.shape)} and B {tuple(b.shape)} don't fit S={self.num_slots} "
+                f"slots, E={experts} experts (or 1), {sizes.in_features} inputs and "
+                f"{sizes.out_features} outputs."
+            )
+        for what, tensor in (("A", a), ("B", b)):
+            if (tensor.dtype, tensor.device) != (self.dtype, self.device):
+                raise AdapterError(
+                    f"{where}: {what} is {tensor.dtype} on {tensor.device}, others are "
+                    f"{self.dtype} on {self.device}; a table has one dtype and one device."
+                )
+        if not _has_rows(a):
+            raise AdapterError(
+                f"{where}: A has shape {tuple(a.shape)} and strides {a.stride()}: rows must be "
+                f"adjacent and begin at multiples of {UNIT_BYTES} bytes."
+            )
+
+
+def _has_rows(rows: torch.Tensor) -> bool:
+    """True when every row of ``[S, E, R, width]`` is adjacent and begins at 16 bytes."""
+    unit = UNIT_BYTES // rows.element_size()
+    strides = [rows.stride(d) for d in range(3) if rows.shape[d] > 1]
+    aligned = rows.data_ptr() % UNIT_BYTES == 0 and all(s % unit == 0 for s in strides)
+    return rows.stride(3) == 1 and aligned
