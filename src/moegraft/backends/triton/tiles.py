@@ -22,8 +22,8 @@ TUNED = Path(__file__).parent / "tuned"
 MAX_TOKEN_FACTOR = 2.0
 #: Mean rows per expert up to which a block has 16, or 32 rows; 64 above.
 _ROWS_16, _ROWS_32 = 12, 28
-#: Up to this many pairs every program of a launch runs at once.
-_FEW_PAIRS = 32
+#: Up to this many pairs the delta's programs lead the GEMMs' launches: one token, and a few.
+_ONE_TOKEN, _FEW_PAIRS = 12, 32
 
 
 def choose_config(problem: Problem, device: DeviceFacts) -> tuple[FusedConfig, str]:
@@ -87,15 +87,12 @@ def _by_rules(problem: Problem) -> FusedConfig:
         gemm = GemmConfig(32, 32, 4, 3)
         return FusedConfig(16, gemm, gemm, GemmConfig(64, 64, 4, 2))
     if problem.num_pairs <= _FEW_PAIRS:
-        return FusedConfig(
-            16,
-            GemmConfig(64, 128, 4, 3, swap=True),
-            GemmConfig(128, 128, 4, 3, swap=True),
-            GemmConfig(128, 128, 4, 6),
-            gate_up_splits=2,
-            down_splits=2,
-            merged=True,
-        )
+        gate_up, down, splits = GemmConfig(64, 128, 4, 3, True), GemmConfig(128, 128, 4, 3, True), 2
+        if problem.num_pairs <= _ONE_TOKEN:
+            gate_up = down = GemmConfig(64, 128, 4, 4, True)
+            splits = 1
+        few = FusedConfig(16, gate_up, down, GemmConfig(128, 128, 4, 6), merged=True)
+        return replace(few, gate_up_splits=splits, down_splits=4)
     if rows <= _ROWS_16:
         return FusedConfig(16, GemmConfig(32, 128, 4, 3), GemmConfig(64, 128, 4, 3), delta)
     if rows <= _ROWS_32:
