@@ -1,0 +1,79 @@
+"""Small layers in every mode, for a memory checker; run by hand:
+
+compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+
+from moegraft.call import Mode
+from moegraft.layer import MoeLoraLayer
+from moegraft.sites import expert_site, linear_site
+from moegraft.testing import layer_case, random_factors
+from moegraft.testing.cases import assert_case, table_on
+from moegraft.types import TokenSlots, WeightLayout
+
+MODES: tuple[Mode, ...] = ("in_kernel", "fused_serial", "two_stream", "serial")
+
+
+def check_layers() -> None:
+    """Run odd and even sizes, few and many tokens, layouts with and without a gate."""
+    for layout in (WeightLayout(), WeightLayout("interleaved", False), WeightLayout("no_gate")):
+        for hidden, intermediate in ((72, 40), (256, 128)):
+            site = expert_site("experts", 6, hidden, intermediate, layout)
+            adapters = [
+                random_factors(site, 3, "fused", seed=1),
+                random_factors(site, 20, "separate", seed=2),
+                None,
+                random_factors(site, 16, "shared_outer", seed=3),
+                random_factors(site, 8, "separate", experts=[0, 3], seed=4),
+            ]
+            for tokens in (1, 5, 40):
+                case = layer_case(
+                    tokens,
+                    adapters,
+                    [0, 1, -1, 3, 2, 4],
+                    num_experts=6,
+                    hidden=hidden,
+                    intermediate=intermediate,
+                    layout=layout,
+                    dtype=torch.bfloat16,
+                    minus_ones=0.1,
+                    biases=True,
+                    device="cuda",
+                )
+                for mode in MODES:
+                    layer = MoeLoraLayer(case.weights, case.table(), mode=mode)
+                    assert_case(case, layer)
+    torch.cuda.synchronize()
+
+
+def check_linears() -> None:
+    """Run three linears that share x, of odd sizes."""
+    from moegraft.backends.triton.stages import STAGES
+    from moegraft.factor_table import site_table
+
+    sizes = (40, 24, 130)
+    tables = []
+    for n in sizes:
+        site = linear_site("linear", 72, n)
+        factors = [random_factors(site, rank, seed=rank) for rank in (3, 16, 33)]
+        tables.append(table_on(site_table(site, factors, torch.bfloat16), "cuda"))
+    for tokens in (1, 7, 40):
+        x = torch.randn(tokens, 72, device="cuda", dtype=torch.bfloat16)
+        outs = [torch.zeros(tokens, n, device="cuda", dtype=torch.bfloat16) for n in sizes]
+        slots = TokenSlots.of([(t % 4) - 1 for t in range(tokens)], "cuda")
+        STAGES.linear_lora_group(x, tables, slots, outs)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    check_layers()
+    check_linears()
+    print("done")
