@@ -250,6 +250,8 @@ def run_grouped_gemm(
     tile = config.down if down else config.gate_up
     w = weights.down_oi if down else weights.gate_up_oi
     bias = weights.down_bias if down else weights.gate_up_bias
+    if bias is not None and bias.stride(1) != 1:
+        bias = bias.contiguous()
     size_n, size_k = w.shape[1:]
     tiles = triton.cdiv(size_n, tile.block_n)
     _, delta = _delta_args(weights, None, ws, config, down=True)  # none of them
