@@ -72,6 +72,12 @@ def test_fused_modes_refuse_an_activation_that_is_a_function(mode: Mode) -> None
         case_of("gate_first", "custom").layer("triton", mode)
 
 
+def test_the_plan_says_when_two_stream_runs_on_one() -> None:
+    layer = case_of().layer("triton", "two_stream")
+    assert "on one stream" not in layer.plan(256, 2).explain()
+    assert "on one stream (T > 256)" in layer.plan(257, 2).explain()
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_few_tokens(num_tokens: int) -> None:
     case = case_of(num_tokens=num_tokens)

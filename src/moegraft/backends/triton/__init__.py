@@ -52,7 +52,7 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     from moegraft.backends.triton.fused import run_layer
     from moegraft.backends.triton.stages import TritonStages
     from moegraft.backends.triton.tiles import choose_config
-    from moegraft.backends.triton.unfused import run_unfused
+    from moegraft.backends.triton.unfused import MAX_TWO_STREAM_TOKENS, run_unfused
 
     facts = device_facts()
     config, source = choose_config(problem, facts)
@@ -66,4 +66,6 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     run: LayerRun = partial(run_layer, config=config)
     if custom or mode in ("two_stream", "serial"):
         run = partial(run_unfused, config=config, two_stream=mode == "two_stream")
+    if mode == "two_stream" and problem.num_tokens > MAX_TWO_STREAM_TOKENS:
+        source += f", on one stream (T > {MAX_TWO_STREAM_TOKENS})"
     return Choice(stages, mode, f"{source}: {config}", run)
