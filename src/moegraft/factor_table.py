@@ -105,7 +105,13 @@ class SiteTable:
         return known
 
     def check_live(self, slots: TokenSlots) -> None:
-        """Raise :class:`MoegraftError` when a token's slot is not in the table."""
+        """Raise :class:`MoegraftError` when a token's slot is not in the table, or kernels can't
+        read the slots."""
+        if slots.slots.dtype != torch.int32 or not slots.slots.is_contiguous():
+            raise MoegraftError(
+                f"{self.site.name}: the slots are {slots.slots.dtype} with strides "
+                f"{slots.slots.stride()}; TokenSlots.of makes contiguous int32 ones."
+            )
         if slots.live and slots.live[-1] >= self.num_slots:
             raise MoegraftError(
                 f"{self.site.name}: a token uses adapter slot {slots.live[-1]}, the factor table "

@@ -264,8 +264,8 @@ class TokenSlots:
 
     @staticmethod
     def of(slots: list[int] | torch.Tensor, device: torch.device | str = "cpu") -> TokenSlots:
-        """Make one from a list or int tensor ``[T]`` (reads it on the host)."""
-        tensor = torch.as_tensor(slots, dtype=torch.int32)
+        """Make one from a list or int tensor ``[T]`` (reads it on the host); below 0 is -1."""
+        tensor = torch.as_tensor(slots).clamp(-1, 2**31 - 1).to(torch.int32).contiguous()
         live = tuple(sorted({int(s) for s in tensor.tolist() if s >= 0}))
         return TokenSlots(tensor.to(device), live)
 
@@ -295,5 +295,5 @@ class TokenSlots:
 
     @cached_property
     def slots_i64(self) -> torch.Tensor:
-        """``slots`` as int64, for indexing."""
-        return self.slots.long()
+        """``slots`` as int64, for indexing: nothing below -1."""
+        return self.slots.long().clamp(min=-1)

@@ -39,6 +39,8 @@ def _load_keys(
     slot = tl.zeros_like(i) - 1
     if HAS_SLOTS:
         slot = tl.load(slots_ptr + i // TOP_K, mask=in_range, other=-1)
+        # Garbage in a slot must not disturb the order: it sorts as a slot that no table has.
+        slot = tl.minimum(tl.maximum(slot, -1), 65534)
     return tl.where(local, expert, tl.where(in_range, NUM_EXPERTS, NUM_EXPERTS + 1)), slot
 
 
