@@ -84,7 +84,8 @@ def main(capability: int) -> None:
         compile_kernel(route_kernel, capability, DENSE=dense)
     for block_r, down in ((16, False), (64, True)):
         compile_kernel(lora_shrink_expand_kernel, capability, BLOCK_R=block_r, DOWN=down)
-    compile_kernel(finalize_kernel, capability)
+    for with_delta in (True, False):
+        compile_kernel(finalize_kernel, capability, DELTA=with_delta)
     compile_kernel(finalize_weighted_kernel, capability, out_ptr="*fp32")
     print("route, lora_shrink_expand, finalize")
     for by_token in (True, False):

@@ -3,8 +3,9 @@
     route -> (lora_shrink_expand) gate_up_activation -> (lora_shrink_expand) down -> finalize
 
 The delta's programs are the first of the GEMM's launch, or a launch before it that the GEMM
-overtakes. ``in_kernel`` and ``fused_serial`` differ in dependent launch alone: without it, every
-launch follows the one before.
+overtakes. gate_up adds its delta before the activation; down's joins in finalize, so that down
+never waits for it. ``in_kernel`` and ``fused_serial`` differ in dependent launch alone: without
+it, every launch follows the one before.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from moegraft.backends.triton.launch import (
 )
 from moegraft.backends.triton.workspace import Workspace, make_workspace
 from moegraft.call import LayerCall
-from moegraft.types import TokenSlots
+from moegraft.types import ExpertWeights, TokenSlots
 
 #: Pairs that one round of launches takes; route counts them in 15 bits.
 MAX_PAIRS = 2**15 - 1
@@ -61,8 +62,9 @@ def run_layer(
     run_gate_up(x, weights, ws, top_k, config, table, slots)
     if table is not None and not config.merged:
         run_delta(ws.h, weights, table, ws, top_k, config, down=True)
-    run_down(call.topk_weights, weights, ws, config, table, slots)
-    run_finalize(ws, out, top_k, call.scale, config)
+    run_down(call.topk_weights, weights, ws, config, table)
+    delta_weights = call.topk_weights if lora else None
+    run_finalize(ws, out, top_k, call.scale, config, delta_weights)
     return out
 
 
@@ -76,9 +78,18 @@ def prepared(call: LayerCall) -> LayerCall:
     return replace(
         call,
         x_TH=x,
+        weights=_with_plain_biases(call.weights),
         topk_ids=call.topk_ids.contiguous(),
         topk_weights=call.topk_weights.contiguous(),
     )
+
+
+def _with_plain_biases(weights: ExpertWeights) -> ExpertWeights:
+    biases = (weights.gate_up_bias, weights.down_bias)
+    if all(bias is None or bias.stride(1) == 1 for bias in biases):
+        return weights
+    gate_up, down = (None if bias is None else bias.contiguous() for bias in biases)
+    return replace(weights, gate_up_bias=gate_up, down_bias=down)
 
 
 def in_pieces(call: LayerCall, run: Callable[[LayerCall], torch.Tensor]) -> torch.Tensor:

@@ -268,13 +268,22 @@ def run_grouped_gemm(
 
 
 def run_finalize(
-    ws: Workspace, out: torch.Tensor, top_k: int, scale: float, config: FusedConfig
+    ws: Workspace,
+    out: torch.Tensor,
+    top_k: int,
+    scale: float,
+    config: FusedConfig,
+    delta_weights: torch.Tensor | None = None,
 ) -> None:
-    """Sum the weighted rows of each token."""
+    """Sum the weighted rows of each token.
+
+    ``delta_weights``: the routing weights, to add down's delta here, where nothing waits for it.
+    """
     hidden = out.shape[1]
     block = min(256, triton.next_power_of_2(hidden))
     finalize_kernel[(out.shape[0], triton.cdiv(hidden, block))](
-        ws.y, ws.pair_row, out, hidden, out.stride(0), scale,
+        ws.y, ws.pair_row, out, delta_weights, ws.delta_down, ws.states[2],
+        hidden, out.stride(0), scale, DELTA=delta_weights is not None,
         TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), BLOCK_H=block,
         num_warps=4, **_pdl(config),
     )  # fmt: skip
