@@ -24,15 +24,19 @@ from layer_cases import (
 
 from moegraft.backends.triton.config import FusedConfig
 from moegraft.backends.triton.fused import MAX_PAIRS
+from moegraft.backends.triton.stages import TritonStages
 from moegraft.call import Mode
 from moegraft.factor_table import Arena, SiteTable
 from moegraft.factors import UNIT_BYTES, TableLayout, pack_adapter
+from moegraft.layer import run_stages
 from moegraft.testing import (
     ACTIVATIONS,
     LAYOUTS,
     LayerCase,
     assert_bit_equal,
     assert_case,
+    assert_close,
+    assert_delta_close,
     layer_case,
     poisoned_empty,
     random_factors,
@@ -87,6 +91,16 @@ def test_experts_of_other_ranks_and_dropped_pairs_contribute_nothing() -> None:
 def test_odd_sizes(dtype: torch.dtype) -> None:
     modes: tuple[Mode, ...] = TWO_MODES if dtype == BF16 else ("in_kernel",)
     GpuCase(mixed_case(64, dtype, sizes=(7, 131, 77), biases=True)).check(modes)
+
+
+def test_the_plain_stages_composed_match_the_reference_and_the_modes() -> None:
+    case = mixed_case(64, minus_ones=0.1)
+    gpu = GpuCase(case)
+    with poisoned_empty():
+        with_lora, base = (run_stages(TritonStages(CONFIG), gpu.call(b)) for b in (False, True))
+    assert_close(with_lora, case.reference(), BF16)
+    assert_delta_close(with_lora, base, case.reference(), case.reference(base=True))
+    assert_close(gpu.run("serial"), with_lora, BF16)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Stage ``lora_expand`` on the GPU: ``scale * B S`` of every segment, in fp32.
 
-One program per segment, tile of output columns and projection. It either adds to rows of the base
-product in place, or leaves the delta in a buffer of its own and marks its pairs, for the launch
-that adds it.
+A program takes one segment, some tiles of output columns and one projection. It either adds to rows
+of the base product in place, or leaves the delta in a buffer of its own and marks its pairs, for the
+launch that adds it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from moegraft.factors import UNIT_BYTES
 
 #: Columns of a tile and ranks of one product.
 BLOCK_N, BLOCK_R = 64, 16
+#: Programs per projection: most pairs open no segment, and programs without work are not free.
+PROGRAMS = 8192
 
 
 def run_lora_expand(
@@ -73,7 +75,8 @@ def _launch(
     assert table.expert_map is not None
     records = projection_records(table, projections)
     states = ws.states[2 if projections == ("down",) else 0]
-    grid = (ws.num_pairs, triton.cdiv(width, BLOCK_N), len(projections))
+    programs = min(triton.cdiv(width, BLOCK_N), triton.cdiv(PROGRAMS, ws.num_pairs))
+    grid = (ws.num_pairs, programs, len(projections))
     lora_expand_kernel[grid](
         ranks, out, states, table.arena.data, ws.segments, ws.row_pair, records,
         records.view(torch.int32), table.expert_map, ws.num_pairs, width, table.max_rank, *strides,
@@ -117,32 +120,33 @@ def lora_expand_kernel(
             records_ptr, records_i32_ptr, map_ptr, slot, side, expert, slot_stride, map_stride,
             num_slots, 1, UNIT,
         )  # fmt: skip
-        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        n_mask = n < size_n
         if rank > 0:
-            for m0 in range(first_row, end_row, BLOCK_M):
-                rows = m0 + tl.arange(0, BLOCK_M)
-                row_mask = rows < end_row
-                pairs = tl.load(row_pair_ptr + rows, mask=row_mask, other=0).to(tl.int64)
-                s_rows = s_ptr + (side * num_pairs + pairs)[:, None] * max_rank
-                delta = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                for r0 in range(0, rank, BLOCK_R):
-                    r = r0 + tl.arange(0, BLOCK_R)
-                    s = tl.load(
-                        s_rows + r[None, :], mask=row_mask[:, None] & (r < rank)[None, :], other=0.0
-                    )
-                    b = tl.load(
-                        arena_ptr + offset + r[:, None] * b_stride + n[None, :],
-                        mask=(r < rank)[:, None] & n_mask[None, :],
-                        other=0.0,
-                    )
-                    delta = tl.dot(s, b.to(tl.float32), delta, input_precision="ieee")
-                delta = delta * scale
-                out_rows = out_ptr + pairs[:, None] * row_stride + side * side_stride
-                out_ptrs = out_rows + n.to(tl.int64)[None, :] * column_stride
-                mask = row_mask[:, None] & n_mask[None, :]
-                if IN_PLACE:
-                    delta += tl.load(out_ptrs, mask=mask, other=0.0)
-                elif tl.program_id(1) == 0:
-                    tl.store(states_ptr + side * num_pairs + pairs, 257, mask=row_mask)
-                tl.store(out_ptrs, delta, mask=mask)
+            for n0 in range(tl.program_id(1) * BLOCK_N, size_n, tl.num_programs(1) * BLOCK_N):
+                n = n0 + tl.arange(0, BLOCK_N)
+                n_mask = n < size_n
+                for m0 in range(first_row, end_row, BLOCK_M):
+                    rows = m0 + tl.arange(0, BLOCK_M)
+                    row_mask = rows < end_row
+                    pairs = tl.load(row_pair_ptr + rows, mask=row_mask, other=0).to(tl.int64)
+                    s_rows = s_ptr + (side * num_pairs + pairs)[:, None] * max_rank
+                    delta = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                    for r0 in range(0, rank, BLOCK_R):
+                        r = r0 + tl.arange(0, BLOCK_R)
+                        r_mask = r < rank
+                        s_mask = row_mask[:, None] & r_mask[None, :]
+                        s = tl.load(s_rows + r[None, :], mask=s_mask, other=0.0)
+                        b = tl.load(
+                            arena_ptr + offset + r[:, None] * b_stride + n[None, :],
+                            mask=r_mask[:, None] & n_mask[None, :],
+                            other=0.0,
+                        )
+                        delta = tl.dot(s, b.to(tl.float32), delta, input_precision="ieee")
+                    delta = delta * scale
+                    out_rows = out_ptr + pairs[:, None] * row_stride + side * side_stride
+                    out_ptrs = out_rows + n.to(tl.int64)[None, :] * column_stride
+                    mask = row_mask[:, None] & n_mask[None, :]
+                    if IN_PLACE:
+                        delta += tl.load(out_ptrs, mask=mask, other=0.0)
+                    elif n0 == 0:
+                        tl.store(states_ptr + side * num_pairs + pairs, 257, mask=row_mask)
+                    tl.store(out_ptrs, delta, mask=mask)
