@@ -1,8 +1,8 @@
 """Stage ``lora_expand`` on the GPU: ``scale * B S`` of every segment, in fp32.
 
 A program takes one segment, some tiles of output columns and one projection. It either adds to rows
-of the base product in place, or leaves the delta in a buffer of its own and marks its pairs, for the
-launch that adds it.
+of the base product in place, or leaves the delta in a buffer of its own and marks its pairs, for
+the launch that adds it.
 """
 
 from __future__ import annotations
