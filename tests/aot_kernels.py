@@ -9,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moegraft.backends.triton.combine import add_down_delta_kernel, combine_kernel
 from moegraft.backends.triton.delta_activation import activation_kernel, add_delta_kernel
 from moegraft.backends.triton.finalize import finalize_kernel, finalize_weighted_kernel
 from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
@@ -17,6 +18,7 @@ from moegraft.backends.triton.linear_lora import linear_lora_kernel
 from moegraft.backends.triton.lora_expand import lora_expand_kernel
 from moegraft.backends.triton.lora_shrink import lora_shrink_kernel
 from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kernel
+from moegraft.backends.triton.pair_activation import pair_activation_kernel
 from moegraft.backends.triton.route import route_kernel
 from moegraft.backends.triton.token_segments import token_segments_kernel
 
@@ -26,6 +28,8 @@ POINTERS = {
     "s_ptr": "*fp32",
     "y_ptr": "*fp32",
     "topk_weights_ptr": "*fp32",
+    "rows_ptr": "*bf16",
+    "weights_ptr": "*bf16",
     "records_ptr": "*i64",
     **{f"records{i}_ptr": "*i64" for i in range(4)},
 }
@@ -80,8 +84,10 @@ def main(capability: int) -> None:
         print(f"gate_up_activation, grouped_gemm delta={delta}")
     compile_kernel(gate_up_activation_kernel, capability, UNITS=True, SPLITS=4)
     compile_kernel(grouped_gemm_kernel, capability, UNITS=True, SPLITS=4)
+    compile_kernel(gate_up_activation_kernel, capability, DELTA="all", delta_ptr="*bf16")
     for dense in (True, False):
         compile_kernel(route_kernel, capability, DENSE=dense)
+        compile_kernel(route_kernel, capability, DENSE=dense, topk_ids_ptr="*i64")
     for block_r, down in ((16, False), (64, True)):
         compile_kernel(lora_shrink_expand_kernel, capability, BLOCK_R=block_r, DOWN=down)
     for with_delta in (True, False):
@@ -95,6 +101,12 @@ def main(capability: int) -> None:
     compile_kernel(activation_kernel, capability, GATED=False, KIND="relu2")
     compile_kernel(add_delta_kernel, capability, out_ptr="*fp32")
     print("lora_shrink, lora_expand, activation, add_delta")
+    for ids, delta_type in (("*i32", "*bf16"), ("*i64", "*fp32")):
+        types = {"topk_ids_ptr": ids, "pair_to_row_ptr": ids, "delta_ptr": delta_type}
+        compile_kernel(combine_kernel, capability, **types)
+        compile_kernel(add_down_delta_kernel, capability, HAS_IDS=True, **types)
+        compile_kernel(pair_activation_kernel, capability, **types)
+    print("combine, add_down_delta, pair_activation")
     compile_kernel(token_segments_kernel, capability, BLOCK_I=16, BLOCK_J=64)
     compile_kernel(linear_lora_kernel, capability)
     compile_kernel(linear_lora_kernel, capability, NUM_PROJECTIONS=1, EVEN_K=False)

@@ -11,7 +11,7 @@ from moegraft import ops
 from moegraft.testing import assert_bit_equal, assert_close, assert_delta_close, poisoned_empty
 from moegraft.testing.cases import LayerCase
 from moegraft.types import Activation, TokenSlots, WeightLayout
-from ops_cases import BACKENDS, HostDelta, ops_case, routed, with_all_deltas
+from ops_cases import BACKENDS, HostDelta, interpreted, ops_case, routed, with_all_deltas
 
 GPT_OSS = Activation("silu", limit=0.7, alpha=1.702, up_shift=1.0)
 CASES = {
@@ -201,6 +201,33 @@ def test_strided_activations_and_weights_are_read_where_they_are(backend: str) -
     gate_up = case.weights.gate_up.transpose(1, 2).contiguous().transpose(1, 2)
     strided = replace(case, x=x[:, ::2], weights=replace(case.weights, gate_up=gate_up))
     assert_bit_equal(routed(strided, backend=backend), wanted)
+
+
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_the_activation_that_waits_for_an_event_is_the_fused_one(name: str) -> None:
+    """What runs around the event, without one: there are none on the CPU."""
+    from moegraft.backends.triton.config import FusedConfig, GemmConfig
+    from moegraft.backends.triton.launch import run_grouped_gemm, run_route
+    from moegraft.backends.triton.pair_activation import run_pair_activation
+    from moegraft.backends.triton.workspace import make_workspace
+
+    layout, activation = CASES[name]
+    case = ops_case(layout=layout, activation=activation)
+    ids, w = case.routing.topk_ids, case.weights
+    delta = HostDelta.of(case).gate_up
+    wanted = torch.empty(*ids.shape, w.intermediate)
+    routed(case, gate_up_lora_delta=delta, activation_lora_input=wanted)
+    tile = GemmConfig(16, 32, 4, 2)
+    config = FusedConfig(16, tile, tile, tile)
+    ws = make_workspace(w, ids.numel(), 16, lora=False)
+    gate_up = torch.full((ids.numel(), w.gate_up.shape[1]), torch.nan)
+    run_route(ids, None, w.num_experts, ws, config)
+    run_grouped_gemm(case.x, w, ws, 2, config, gate_up, down=False)
+    ws.h.fill_(torch.nan)
+    run_pair_activation(gate_up, delta, ws.pair_row, w, ws.h)
+    assert_close(ws.h.view(wanted.shape), wanted.double(), torch.float32)
+    assert bool((ws.h[ids.view(-1) < 0] == 0).all())
 
 
 def test_slots_as_a_tensor_equal_token_slots() -> None:
