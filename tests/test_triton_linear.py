@@ -227,6 +227,6 @@ def test_few_tokens_get_narrow_tiles_and_many_get_wide_ones() -> None:
         for tile in (choose_tile(t, 8, 5120, 16) for t in (1, 16, 64, 512, 8192))
     ]
     assert widths == sorted(widths)
-    assert widths[0] == 64
+    assert widths[0] == 128
     assert widths[-1] == 512
     assert choose_tile(64, 8, 5120, 128).pieces == 1

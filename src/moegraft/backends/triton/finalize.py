@@ -14,7 +14,7 @@ def finalize_kernel(
     pair_row_ptr,  # [P] int32, -1 = not local
     out_ptr,  # [T, H]
     topk_weights_ptr,  # [P] float; this and the next two only with DELTA
-    delta_ptr,  # [P, H] fp32, not weighted
+    delta_ptr,  # [P, H], not weighted
     states_ptr,  # [P] int32
     hidden,
     out_stride,
@@ -52,7 +52,7 @@ def finalize_kernel(
             mask=has_delta & mask[None, :],
             other=0.0,
         )
-        y = tl.where(has_delta, y + delta * weight[:, None], y)
+        y = tl.where(has_delta, y + delta.to(tl.float32) * weight[:, None], y)
     out = tl.sum(y, 0) * scale
     tl.store(out_ptr + token * out_stride + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 

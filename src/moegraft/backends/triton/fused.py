@@ -17,6 +17,7 @@ import torch
 
 from moegraft.backends.triton.config import FusedConfig
 from moegraft.backends.triton.launch import (
+    MAX_BLOCK_R,
     run_delta,
     run_down,
     run_finalize,
@@ -52,7 +53,10 @@ def run_layer(
     if not x.shape[0]:
         return out
     lora, top_k = call.lora, call.topk_ids.shape[1]
-    ws = workspace or make_workspace(weights, call.topk_ids.numel(), config.block_m, lora)
+    ws = workspace
+    if ws is None:
+        dtype = torch.float32 if table is None else delta_dtype(weights.dtype, table.max_rank)
+        ws = make_workspace(weights, call.topk_ids.numel(), config.block_m, lora, dtype)
     slots = call.slots.slots if call.slots is not None and lora else None
     run_route(call.topk_ids, slots, weights.num_experts, ws, config, call.expert_offset)
     if not lora:
@@ -66,6 +70,14 @@ def run_layer(
     delta_weights = call.topk_weights if lora else None
     run_finalize(ws, out, top_k, call.scale, config, delta_weights)
     return out
+
+
+def delta_dtype(dtype: torch.dtype, max_rank: int) -> torch.dtype:
+    """Return the dtype that deltas have between launches: that of the weights, rounded once.
+
+    fp32 where ranks are done in several rounds, which would round at each.
+    """
+    return dtype if max_rank <= MAX_BLOCK_R else torch.float32
 
 
 def prepared(call: LayerCall) -> LayerCall:

@@ -30,8 +30,8 @@ from moegraft.types import TokenSlots
 MAX_PROJECTIONS = 4
 #: Up to this many tokens a segment has 16 rows, then 64: factors are read less often.
 MAX_SMALL_TOKENS = 1024
-#: Programs that fill a GPU; more make tiles wider instead.
-FULL_GPU = 264
+#: Programs that are enough for a GPU; more make tiles wider instead, and S is computed less often.
+FULL_GPU = 66
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,18 @@ def choose_tile(
     exact = itemsize == 4  # no tensor cores: small tiles, or registers spill
     block_m = 16 if exact or num_tokens <= MAX_SMALL_TOKENS else 64
     block_r = min(16 if exact else 64, max(16, triton.next_power_of_2(max_rank)))
-    block_k = 256 if block_r <= 32 else 128
+    block_k = 512 if block_r <= 32 else 256
     if exact or block_m == 64:
         block_k = 64
     # A bank may have many slots, but few have tokens at the same time.
     programs = max_segments(num_tokens, min(num_slots, 8), block_m) * columns
-    wide = min(512, max(64, triton.next_power_of_2(triton.cdiv(programs, FULL_GPU))))
+    wide = min(512, max(128, triton.next_power_of_2(triton.cdiv(programs, FULL_GPU))))
     block_n = min(wide, 64 if exact else 128)
     # With several rounds of ranks, S would be computed again for each piece.
     one_round = max_rank <= block_r
     pieces = wide // block_n if one_round else 1
     num_warps = 4 if block_m == 16 and (one_round or exact) else 8  # else registers spill
-    num_stages = 4 if block_m == 16 else 3
-    return LinearTile(block_m, block_n, pieces, block_r, block_k, num_warps, num_stages)
+    return LinearTile(block_m, block_n, pieces, block_r, block_k, num_warps)
 
 
 def linear_lora(x: torch.Tensor, table: SiteTable, slots: TokenSlots, out: torch.Tensor) -> None:

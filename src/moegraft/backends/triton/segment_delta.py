@@ -2,7 +2,7 @@
 
 The work is cut into *units*: a segment, one of its projections, one of SPLITS ranges of output
 columns. A unit reads its ``A`` and its part of ``B`` once, whole and in order, and leaves
-``scale * B (A x)`` in fp32 for the GEMM. The delta stays in the L2. Units come in the order of the
+``scale * B (A x)`` for the GEMM. The delta stays in the L2. Units come in the order of the
 GEMM's blocks, so that its first blocks wait the least.
 """
 
@@ -64,7 +64,7 @@ def _write_delta(
             if dtype != tl.float32:
                 delta = tl.dot(low, b, delta, input_precision="ieee")
             if r0 > 0:
-                delta += tl.load(out, mask=out_mask, other=0.0)
+                delta += tl.load(out, mask=out_mask, other=0.0).to(tl.float32)
             tl.store(out, delta, mask=out_mask, eviction_policy="evict_last")
             b_ptrs += BLOCK_N
             out += BLOCK_N
@@ -74,7 +74,7 @@ def _write_delta(
 def run_unit(
     unit,
     x_ptr,  # [T, K] (per token) or h [P, K]
-    delta_ptr,  # [P, SIDES, N] fp32 out, only pairs with a delta
+    delta_ptr,  # [P, SIDES, N] out, only pairs with a delta
     states_ptr,  # [SIDES, P] int32
     arena_ptr,
     segments_ptr,

@@ -46,9 +46,9 @@ class Workspace(RouteBuffers):
     Attributes:
         h: ``[P, I]`` in the weights' dtype; rows of pairs that are not local are not written.
         y: fp32 ``[P, H]``, weighted; likewise.
-        delta_gate_up: fp32 ``[P, 2I]`` as gate | up (``[P, I]`` without a gate), only pairs that
-            have a delta; None without adapters.
-        delta_down: fp32 ``[P, H]``, likewise.
+        delta_gate_up: ``[P, 2I]`` as gate | up (``[P, I]`` without a gate), only pairs that have a
+            delta; None without adapters.
+        delta_down: ``[P, H]``, likewise.
     """
 
     h: torch.Tensor
@@ -85,8 +85,14 @@ def make_route_buffers(
     )
 
 
-def make_workspace(weights: ExpertWeights, num_pairs: int, block_m: int, lora: bool) -> Workspace:
-    """Allocate scratch for P pairs; ``lora`` adds what only adapters need.
+def make_workspace(
+    weights: ExpertWeights,
+    num_pairs: int,
+    block_m: int,
+    lora: bool,
+    delta_dtype: torch.dtype = torch.float32,
+) -> Workspace:
+    """Allocate scratch for P pairs; ``lora`` adds what only adapters need, in ``delta_dtype``.
 
     Nothing is initialised. All of it comes from torch's allocator on the current stream, so a
     captured call takes its memory from the graph's pool.
@@ -94,14 +100,14 @@ def make_workspace(weights: ExpertWeights, num_pairs: int, block_m: int, lora: b
     device = weights.device
     route = make_route_buffers(weights.num_experts, num_pairs, block_m, device)
 
-    def floats(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
+    def delta(columns: int) -> torch.Tensor:
+        return torch.empty(num_pairs, columns, dtype=delta_dtype, device=device)
 
     sides = 2 if weights.layout.gated else 1
     return Workspace(
         **vars(route),
         h=torch.empty(num_pairs, weights.intermediate, dtype=weights.dtype, device=device),
-        y=floats(num_pairs, weights.hidden),
-        delta_gate_up=floats(num_pairs, sides * weights.intermediate) if lora else None,
-        delta_down=floats(num_pairs, weights.hidden) if lora else None,
+        y=torch.empty(num_pairs, weights.hidden, dtype=torch.float32, device=device),
+        delta_gate_up=delta(sides * weights.intermediate) if lora else None,
+        delta_down=delta(weights.hidden) if lora else None,
     )
