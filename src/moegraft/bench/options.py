@@ -103,15 +103,15 @@ def decode_requests(
     )
 
 
-#: What ``--suite record`` measures of each model: the main table, the overlap modes side by side,
-#: a high rank, one adapter, and the other kinds of factors.
+#: What ``--suite record`` measures of each model: the main table, many slots, the overlap modes
+#: side by side, one adapter, a high rank, and factors that experts share.
 _RECORD: tuple[dict[str, Any], ...] = (
-    {"modes": "auto"},
+    {"slots": 8},
+    {"tokens": "64,128,256", "kinds": "shared_outer", "slots": 8},
+    {"tokens": "64,256", "ranks": "64", "slots": 8},
+    {"tokens": "16,64,256"},
     {"tokens": "16,64,256", "modes": "in_kernel,fused_serial,two_stream,serial"},
     {"tokens": "16,64,256", "adapters": "1"},
-    {"tokens": "1,16,64,256", "ranks": "64"},
-    {"tokens": "1,4,16,64,128,256", "kinds": "fused"},
-    {"tokens": "1,16,64,256", "kinds": "shared_outer"},
 )
 _QUICK: tuple[dict[str, Any], ...] = ({"tokens": "1,16,64", "modes": "auto"},)
 SUITES = {"record": _RECORD, "quick": _QUICK}
