@@ -118,7 +118,7 @@ def test_the_routed_op_is_one_graph_in_torch_compile(compiler: str) -> None:
 def test_the_whole_layer_is_one_graph_in_torch_compile(compiler: str) -> None:
     case = ops_case(scale=1.5)
     table, slots = case.table(), case.slots()
-    routing = case.routing
+    routing, table = case.routing, case.table()
 
     def step(x: torch.Tensor, slots: TokenSlots) -> torch.Tensor:
         args = (2 * x, routing.topk_ids, routing.topk_weights, case.weights, table, slots)
@@ -126,6 +126,30 @@ def test_the_whole_layer_is_one_graph_in_torch_compile(compiler: str) -> None:
 
     wanted = step(case.x, slots)
     assert_close(compiled(step, compiler)(case.x, slots), wanted.double(), torch.float32)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_layer_without_adapters_is_one_graph_too(compiler: str) -> None:
+    case = ops_case(biases=True, layout=WeightLayout("interleaved", False))
+    routing, table = case.routing, case.table()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        args = (2 * x, routing.topk_ids, routing.topk_weights, case.weights)
+        return ops.moe_lora(*args) + ops.moe_lora(*args, table, None)
+
+    assert_close(compiled(step, compiler)(case.x), step(case.x).double(), torch.float32)
+
+
+def test_weights_with_gradients_and_inference_mode_are_taken() -> None:
+    case = ops_case()
+    w, routing = case.weights, case.routing
+    params = [torch.nn.Parameter(w.gate_up), torch.nn.Parameter(w.down)]
+    args = (routing.topk_ids, case.x, *params)
+    found = ops.routed_moe_lora(*args, topk_weights=routing.topk_weights)
+    assert isinstance(found, torch.Tensor) and not found.requires_grad
+    with torch.inference_mode():
+        again = ops.routed_moe_lora(*args, topk_weights=routing.topk_weights)
+    assert_close(again, found.double(), torch.float32)
 
 
 def test_a_captured_batch_in_torch_compile_reads_its_slots_at_run_time() -> None:

@@ -61,7 +61,7 @@ def moe_lora(
     check_call(experts, factors, x, topk_ids, topk_weights, slots)
     if factors is not None:
         check_table(factors, experts)
-    if torch.compiler.is_compiling() and factors is not None and slots is not None:
+    if torch.compiler.is_compiling():
         return _as_operator(
             x, topk_ids, topk_weights, experts, factors, slots, expert_offset,
             routed_scaling_factor, out, mode, backend,
@@ -94,8 +94,8 @@ def _as_operator(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     experts: ExpertWeights,
-    factors: SiteTable,
-    slots: TokenSlots,
+    factors: SiteTable | None,
+    slots: TokenSlots | None,
     expert_offset: int,
     scale: float,
     out: torch.Tensor | None,
@@ -106,13 +106,15 @@ def _as_operator(
     act, layout = experts.activation, experts.layout
     if act.kind == "custom":
         raise UnsupportedError("A custom activation can't be part of a compiled graph.")
-    assert factors.expert_map is not None
     out = torch.empty_like(x) if out is None else out
+    table = (None, None, None) if factors is None else (
+        factors.arena.data, factors.records, factors.expert_map,
+    )  # fmt: skip
+    batch = (None, [], False) if slots is None else (slots.slots, list(slots.live), slots.in_graph)
     moe_lora_op(
         x, topk_ids, topk_weights, experts.gate_up, experts.down, experts.gate_up_bias,
-        experts.down_bias, factors.arena.data, factors.records, factors.expert_map, slots.slots,
-        list(slots.live), slots.in_graph, layout.gate_up_order, layout.out_major, act.kind,
-        act.limit, act.alpha, act.up_shift, factors.max_rank, expert_offset, scale, mode or "",
-        backend or "", out,
+        experts.down_bias, *table, *batch, layout.gate_up_order, layout.out_major, act.kind,
+        act.limit, act.alpha, act.up_shift, 0 if factors is None else factors.max_rank,
+        expert_offset, scale, mode or "", backend or "", out,
     )  # fmt: skip
     return out

@@ -166,8 +166,9 @@ def add_down_delta_op(
     "moegraft::moe_lora",
     mutates_args=("out",),
     schema="(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, "
-    "Tensor? gate_up_bias, Tensor? down_bias, Tensor arena, Tensor records, Tensor expert_map, "
-    f"Tensor slots, int[] live, bool in_graph, str order, bool out_major, {_ACTIVATION}, "
+    "Tensor? gate_up_bias, Tensor? down_bias, Tensor? arena, Tensor? records, "
+    "Tensor? expert_map, Tensor? slots, int[] live, bool in_graph, str order, bool out_major, "
+    f"{_ACTIVATION}, "
     "int max_rank, int expert_offset, float scale, str overlap, str backend, Tensor(a!) out) -> ()",
 )
 def moe_lora_op(
@@ -178,10 +179,10 @@ def moe_lora_op(
     down: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
-    arena: torch.Tensor,
-    records: torch.Tensor,
-    expert_map: torch.Tensor,
-    slots: torch.Tensor,
+    arena: torch.Tensor | None,
+    records: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+    slots: torch.Tensor | None,
     live: Sequence[int],
     in_graph: bool,
     order: str,
@@ -197,17 +198,23 @@ def moe_lora_op(
     backend: str,
     out: torch.Tensor,
 ) -> None:
-    """Run the whole layer; the factor table comes as its tensors and is decoded afresh."""
+    """Run the whole layer; the factor table comes as its tensors and is decoded afresh.
+
+    Without ``arena`` and ``records`` there are no adapters, without ``slots`` only base tokens.
+    """
     weights = _weights(
         gate_up, down, order, activation, limit, alpha, up_shift, out_major, gate_up_bias, down_bias
     )
     site = expert_site(
         "experts", weights.num_experts, weights.hidden, weights.intermediate, weights.layout
     )
-    table = SiteTable(site, Arena(arena), records, expert_map, max_rank)
+    table = batch = None
+    if arena is not None and records is not None:
+        table = SiteTable(site, Arena(arena), records, expert_map, max_rank)
+    if slots is not None:
+        batch = TokenSlots(slots, tuple(live), {}, in_graph)
     call = LayerCall(
-        x, topk_ids, topk_weights, weights, table, TokenSlots(slots, tuple(live), {}, in_graph),
-        expert_offset, scale, out,
+        x, topk_ids, topk_weights, weights, table, batch, expert_offset, scale, out
     )  # fmt: skip
     problem = Problem.of(weights, topk_ids.shape[0], topk_ids.shape[1], max_rank)
     run_plan(cached_plan(problem, backend or None, cast(Mode, overlap) if overlap else None), call)
