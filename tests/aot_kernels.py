@@ -19,6 +19,7 @@ from moegraft.backends.triton.lora_expand import lora_expand_kernel
 from moegraft.backends.triton.lora_shrink import lora_shrink_kernel
 from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kernel
 from moegraft.backends.triton.pair_activation import pair_activation_kernel
+from moegraft.backends.triton.pairs import number_rows_kernel, unpack_kernel
 from moegraft.backends.triton.route import route_kernel
 from moegraft.backends.triton.token_segments import token_segments_kernel
 
@@ -106,7 +107,9 @@ def main(capability: int) -> None:
         compile_kernel(combine_kernel, capability, **types)
         compile_kernel(add_down_delta_kernel, capability, HAS_IDS=True, **types)
         compile_kernel(pair_activation_kernel, capability, **types)
-    print("combine, add_down_delta, pair_activation")
+    compile_kernel(number_rows_kernel, capability)
+    compile_kernel(unpack_kernel, capability, weights_ptr="*fp32")
+    print("combine, add_down_delta, pair_activation, number_rows, unpack")
     compile_kernel(token_segments_kernel, capability, BLOCK_I=16, BLOCK_J=64)
     compile_kernel(linear_lora_kernel, capability)
     compile_kernel(linear_lora_kernel, capability, NUM_PROJECTIONS=1, EVEN_K=False)

@@ -204,6 +204,40 @@ def test_strided_activations_and_weights_are_read_where_they_are(backend: str) -
 
 
 @interpreted
+def test_a_call_in_pieces_equals_the_whole_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    import moegraft.backends.triton.routed as triton_routed
+
+    case = ops_case(9, scale=1.5)
+    delta = HostDelta.of(case).gate_up
+    shape = (*case.routing.topk_ids.shape, case.weights.intermediate)
+
+    def results() -> list[torch.Tensor]:
+        h = torch.full(shape, torch.nan)
+        options = {"gate_up_lora_delta": delta, "backend": "triton"}
+        out = routed(case, activation_lora_input=h, **options)
+        rows = routed(case, do_finalize=False, **options)
+        local = rows.expanded_idx_to_permuted_idx >= 0
+        summed = ops.finalize_moe_lora(*rows, backend="triton")
+        return [out, h, rows.rows[local], rows.expanded_idx_to_permuted_idx, summed]
+
+    whole = results()
+    monkeypatch.setattr(triton_routed, "MAX_PAIRS", 7)
+    for found, wanted in zip(results(), whole, strict=True):
+        assert_bit_equal(found, wanted)
+
+
+@interpreted
+def test_one_launch_unpacks_the_routing_as_torch_does() -> None:
+    from moegraft.backends.triton.pairs import run_unpack
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(-1, 2**15, (70, 5), generator=generator)
+    packed = ops.pack_topk(ids, torch.randn(70, 5, generator=generator))
+    for found, wanted in zip(run_unpack(packed), ops.unpack_topk(packed), strict=True):
+        assert_bit_equal(found, wanted)
+
+
+@interpreted
 @pytest.mark.parametrize("name", CASES)
 def test_the_activation_that_waits_for_an_event_is_the_fused_one(name: str) -> None:
     """What runs around the event, without one: there are none on the CPU."""

@@ -260,6 +260,17 @@ def test_more_pairs_than_one_round_of_launches_takes() -> None:
         wanted = routed(case, gate_up_lora_delta=delta[:7].contiguous())
         assert_close(found, wanted.double().repeat(repeats, 1), BF16)
         assert bool((h[ids < 0] == 0).all())
+        rows = ops.routed_moe_lora(
+            ids,
+            case.x.repeat(repeats, 1),
+            case.weights.gate_up,
+            case.weights.down,
+            topk_weights=weights,
+            gate_up_lora_delta=delta,
+            do_finalize=False,
+            **options,
+        )
+        assert_close(ops.finalize_moe_lora(*rows), found.double(), BF16)
 
 
 def test_opcheck_finds_nothing_on_the_gpu() -> None:

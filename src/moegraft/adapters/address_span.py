@@ -13,7 +13,7 @@ def base_tensor(sources: Sequence[torch.Tensor]) -> torch.Tensor:
 
     On a GPU kernels only take its address: it is a view of one element. On the CPU backends index
     into it, so it spans all the tensors and what lies between them, which is never touched: it is
-    no allocation, and does not keep the tensors alive.
+    no allocation, does not keep the tensors alive, and must never be copied.
     """
     lowest = min(sources, key=torch.Tensor.data_ptr)
     if lowest.device.type != "cpu":

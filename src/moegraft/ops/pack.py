@@ -43,7 +43,7 @@ def pack_topk(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tenso
 def unpack_topk(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (ids int32, weights fp32) of a packed int32 tensor, of its shape.
 
-    The weights are exactly the bf16 values. Two launches on a GPU, nothing on the host.
+    The weights are exactly the bf16 values. One launch on a GPU, nothing on the host.
 
     Raises:
         MoegraftError: not int32.
@@ -54,4 +54,8 @@ def unpack_topk(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             "For plain ids pass topk_weights too."
         )
     packed = packed.contiguous()
+    if packed.is_cuda and not torch.compiler.is_compiling():
+        from moegraft.backends.triton.pairs import run_unpack
+
+        return run_unpack(packed)
     return packed >> 16, (packed << 16).view(torch.float32)

@@ -26,6 +26,7 @@ from moegraft.backends.triton.launch import (
     run_route,
 )
 from moegraft.backends.triton.pair_activation import run_pair_activation
+from moegraft.backends.triton.pairs import run_number_rows
 from moegraft.backends.triton.tiles import choose_config
 from moegraft.backends.triton.workspace import Workspace, make_workspace
 from moegraft.problem import Problem
@@ -44,12 +45,13 @@ def run_routed(call: RoutedCall) -> None:
         wait_event(call.lora_ready, device)
     step = MAX_PAIRS // top_k
     for start in range(0, num_tokens, step):
-        _run(call.piece(start, min(start + step, num_tokens)))
+        _run(call.piece(start, min(start + step, num_tokens)), start * top_k)
     if call.gemm2_done:
         record_event(call.gemm2_done, device)
 
 
-def _run(call: RoutedCall) -> None:
+def _run(call: RoutedCall, first_pair: int = 0) -> None:
+    """Run one round of launches; ``first_pair`` is its first pair's number in the whole call."""
     (num_tokens, top_k), weights = call.topk_ids.shape, call.weights
     device = call.x_TH.device
     if not num_tokens:
@@ -72,8 +74,7 @@ def _run(call: RoutedCall) -> None:
     if call.rows is not None and call.pair_to_row is not None:
         run_grouped_gemm(ws.h, weights, ws, top_k, config, call.rows, down=True)
         _record(call, device)
-        own = torch.arange(ws.num_pairs, dtype=torch.int32, device=device)
-        call.pair_to_row.copy_(torch.where(ws.pair_row >= 0, own, -1))
+        run_number_rows(ws.pair_row, call.pair_to_row, first_pair)
     if call.out is not None:
         run_down(call.topk_weights, weights, ws, config)
         _record(call, device)
