@@ -10,12 +10,22 @@ import pytest
 import torch
 
 from moegraft import ops
+from moegraft.factor_table import SiteTable
 from moegraft.reference import lora_delta
 from moegraft.sites import expert_site
-from moegraft.testing import LayerCase, layer_case, random_factors
+from moegraft.testing import (
+    LayerCase,
+    assert_close,
+    assert_delta_close,
+    layer_case,
+    poisoned_empty,
+    random_factors,
+)
 from moegraft.types import Activation, SiteFactors, WeightLayout
 
 SIZES: dict[str, Any] = {"num_experts": 5, "hidden": 40, "intermediate": 24}
+#: Sizes of the cases on a GPU.
+GPU_SIZES: dict[str, Any] = {"num_experts": 8, "hidden": 256, "intermediate": 128}
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 from the start"
 )
@@ -145,3 +155,35 @@ def with_all_deltas(case: LayerCase, backend: str | None = None, **options: Any)
         routed_scaling_factor=case.scale,
         backend=backend,
     )
+
+
+def run_case(
+    case: LayerCase, backend: str, slots: Any = "case", table: SiteTable | None = None
+) -> torch.Tensor:
+    """Run a case; ``slots`` None = base only."""
+    with poisoned_empty():
+        return ops.moe_lora(
+            case.x,
+            case.routing.topk_ids,
+            case.routing.topk_weights,
+            case.weights,
+            table or case.table(),
+            case.slots() if isinstance(slots, str) else slots,
+            expert_offset=case.expert_offset,
+            routed_scaling_factor=case.scale,
+            backend=backend,
+        )
+
+
+def check_case(case: LayerCase, backend: str) -> None:
+    """Compare a case with the reference: output, base, and the delta alone."""
+    found, base = run_case(case, backend), run_case(case, backend, None)
+    ref_with, ref_base = case.reference(), case.reference(base=True)
+    assert_close(found, ref_with, case.x.dtype)
+    assert_close(base, ref_base, case.x.dtype)
+    assert_delta_close(found, base, ref_with, ref_base)
+
+
+def gpu_case(num_tokens: int = 24, **options: Any) -> LayerCase:
+    """A case in bf16 on the GPU."""
+    return ops_case(num_tokens, device="cuda", **{"dtype": torch.bfloat16, **GPU_SIZES, **options})

@@ -13,51 +13,15 @@ import torch
 
 from moegraft import ops
 from moegraft.adapters.foreign import stacked_pool
-from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
 from moegraft.factors import A_OFFSET, B_OFFSET
 from moegraft.sites import expert_site
-from moegraft.testing import (
-    LayerCase,
-    assert_bit_equal,
-    assert_close,
-    assert_delta_close,
-    layer_case,
-    poisoned_empty,
-    random_factors,
-)
+from moegraft.testing import LayerCase, assert_bit_equal, assert_close, layer_case, random_factors
 from moegraft.types import LoraFactor, SiteFactors, TokenSlots, WeightLayout
-from ops_cases import BACKENDS, HostDelta, interpreted, ops_case, routed
+from ops_cases import BACKENDS, HostDelta, check_case, interpreted, ops_case, routed, run_case
 
 on_both = pytest.mark.parametrize("backend", BACKENDS)
 on_kernels = pytest.mark.parametrize("backend", [pytest.param("triton", marks=interpreted)])
-
-
-def run(
-    case: LayerCase, backend: str, slots: Any = "case", table: SiteTable | None = None
-) -> torch.Tensor:
-    """Run a case; ``slots`` None = base only."""
-    with poisoned_empty():
-        return ops.moe_lora(
-            case.x,
-            case.routing.topk_ids,
-            case.routing.topk_weights,
-            case.weights,
-            table or case.table(),
-            case.slots() if isinstance(slots, str) else slots,
-            expert_offset=case.expert_offset,
-            routed_scaling_factor=case.scale,
-            backend=backend,
-        )
-
-
-def check(case: LayerCase, backend: str) -> None:
-    """Compare a case with the reference: output, base, and the delta alone."""
-    found, base = run(case, backend), run(case, backend, None)
-    ref_with, ref_base = case.reference(), case.reference(base=True)
-    assert_close(found, ref_with, case.x.dtype)
-    assert_close(base, ref_base, case.x.dtype)
-    assert_delta_close(found, base, ref_with, ref_base)
 
 
 def one_adapter(rank: int, **sizes: int) -> LayerCase:
@@ -70,10 +34,10 @@ def one_adapter(rank: int, **sizes: int) -> LayerCase:
 @on_both
 def test_padding_of_a_block_reads_and_writes_no_real_row(backend: str) -> None:
     case = ops_case(3, minus_ones=0.0)
-    good = run(case, backend)
+    good = run_case(case, backend)
     x = case.x.clone()
     x[0] = torch.nan
-    found = run(replace(case, x=x), backend)
+    found = run_case(replace(case, x=x), backend)
     assert_bit_equal(found[1:], good[1:])
     assert bool(found[0].isnan().all())
 
@@ -81,13 +45,13 @@ def test_padding_of_a_block_reads_and_writes_no_real_row(backend: str) -> None:
 @on_both
 def test_any_rank_small_odd_or_large(backend: str) -> None:
     for rank in (1, 2, 7, 8, 12, 17, 65, 130):
-        check(one_adapter(rank), backend)
+        check_case(one_adapter(rank), backend)
 
 
 @on_both
 @pytest.mark.parametrize("num_experts", [1, 60, 65, 160])
 def test_any_number_of_experts(num_experts: int, backend: str) -> None:
-    check(one_adapter(3, num_experts=num_experts, hidden=8, intermediate=8), backend)
+    check_case(one_adapter(3, num_experts=num_experts, hidden=8, intermediate=8), backend)
 
 
 @on_both
@@ -95,7 +59,7 @@ def test_any_number_of_experts(num_experts: int, backend: str) -> None:
 def test_experts_narrower_or_wider_than_the_model(
     hidden: int, intermediate: int, backend: str
 ) -> None:
-    check(one_adapter(4, hidden=hidden, intermediate=intermediate), backend)
+    check_case(one_adapter(4, hidden=hidden, intermediate=intermediate), backend)
 
 
 @on_both
@@ -109,8 +73,8 @@ def test_half_of_the_experts_elsewhere_and_all_memory_poisoned(backend: str) -> 
     )
     elsewhere = (here.routing.topk_ids < 3).all(1)
     assert bool((here.routing.topk_ids < 3).any()) and bool((here.routing.topk_ids >= 3).any())
-    check(here, backend)
-    assert bool((run(here, backend)[elsewhere] == 0).all())
+    check_case(here, backend)
+    assert bool((run_case(here, backend)[elsewhere] == 0).all())
 
 
 @on_both
@@ -134,110 +98,7 @@ def test_rank_vectors_that_cancel_are_as_exact_as_the_dtype_allows(backend: str)
         weights=replace(weights, gate_up=weights.gate_up.to(dtype), down=weights.down.to(dtype)),
         adapters=(SiteFactors(factors),),
     )
-    assert_close(run(exact, backend), exact.reference(), dtype)
-
-
-@on_both
-def test_ids_of_any_size_and_dtype_that_are_no_expert_contribute_nothing(backend: str) -> None:
-    case = ops_case(6, minus_ones=0.0)
-    wild = torch.tensor([5, -2, 2**31 - 1, -(2**31), 6, 1000], dtype=torch.int64)
-    huge = torch.tensor([2**32, 2**32 + 3, 2**40 + 1, -(2**63), 2**63 - 1, -(2**32) + 2])
-    for ids in (wild, wild.int(), huge):
-        routing = replace(case.routing, topk_ids=case.routing.topk_ids.to(ids.dtype).clone())
-        routing.topk_ids[:, 1] = ids
-        routing.topk_weights[:, 1] = torch.nan
-        odd = replace(case, routing=routing)
-        dropped = replace(
-            routing, topk_ids=torch.where(torch.tensor([True, False]), routing.topk_ids, -1)
-        )
-        assert_bit_equal(run(odd, backend), run(replace(case, routing=dropped), backend))
-        assert_close(run(odd, backend), odd.reference(), torch.float32)
-
-
-@on_both
-def test_the_same_expert_twice_for_one_token_counts_twice(backend: str) -> None:
-    case = ops_case(5, minus_ones=0.0)
-    case.routing.topk_ids[:, 1] = case.routing.topk_ids[:, 0]
-    check(case, backend)
-
-
-@on_both
-@pytest.mark.parametrize("num_tokens", [0, 4])
-def test_no_tokens_and_no_local_pair_give_zeros_and_no_error(num_tokens: int, backend: str) -> None:
-    case = ops_case(num_tokens, minus_ones=0.0)
-    case.routing.topk_ids.fill_(-1)
-    for slots in ("case", None):
-        found = run(case, backend, slots)
-        assert found.shape == (num_tokens, 40) and bool((found == 0).all())
-        assert bool((routed(case, backend=backend) == 0).all())
-
-
-@on_both
-def test_slots_past_the_table_are_refused_and_below_zero_are_the_base(backend: str) -> None:
-    case = ops_case(5)
-    base = run(case, backend, None)
-    assert_bit_equal(run(case, backend, TokenSlots.of([-7, -(2**31), -1, -2, -1])), base)
-    for slot in (4, 2**31 - 1):
-        with pytest.raises(MoegraftError, match=f"slot {slot}, the factor table has 4 slots"):
-            run(case, backend, TokenSlots.of([0, slot, -1, -1, -1]))
-    with pytest.raises(MoegraftError, match="slot 2147483647"):
-        run(case, backend, TokenSlots.of(torch.tensor([0, 2**32 + 1, -1, -1, -1])))
-
-
-@on_kernels
-def test_garbage_in_a_captured_slot_changes_only_its_own_row(backend: str) -> None:
-    case = ops_case(40, minus_ones=0.0)
-    slots = case.slots().slots.clone()
-    rows = torch.tensor([0, 3, 7, 8, 20])
-    slots[rows] = -1
-    good = run(case, backend, TokenSlots.captured(slots.clone()))
-    slots[rows] = torch.tensor([70_000, 2**31 - 1, -(2**31), -5, 65_536], dtype=torch.int32)
-    assert_bit_equal(run(case, backend, TokenSlots.captured(slots)), good)
-
-
-@on_both
-def test_slots_that_kernels_would_misread_are_refused_or_copied(backend: str) -> None:
-    case = ops_case(5)
-    wide = torch.full((5, 2), -1, dtype=torch.int32)
-    wide[:, 0] = torch.tensor(case.token_slots)
-    assert_bit_equal(run(case, backend, TokenSlots.of(wide[:, 0])), run(case, backend))
-    for slots in (wide[:, 0], wide[:, 0].contiguous().long()):
-        with pytest.raises(MoegraftError, match=r"TokenSlots\.of makes contiguous int32 ones"):
-            run(case, backend, TokenSlots(slots, (0, 1, 2, 3)))
-
-
-@on_both
-def test_inputs_that_are_strided_repeated_or_of_other_dtypes_are_read_right(backend: str) -> None:
-    case = ops_case(6, biases=True)
-    wanted = run(case, backend)
-    ids, weights = case.routing.topk_ids, case.routing.topk_weights
-    routing = replace(
-        case.routing,
-        topk_ids=ids.long().t().contiguous().t(),
-        topk_weights=weights.double().repeat(1, 2)[:, :2],
-    )
-    strided = replace(
-        case,
-        x=case.x.t().contiguous().t(),
-        routing=routing,
-        weights=replace(
-            case.weights,
-            gate_up=case.weights.gate_up.repeat(1, 1, 2)[:, :, :40],
-            gate_up_bias=case.weights.gate_up_bias.t().contiguous().t(),  # type: ignore[union-attr]
-            down_bias=case.weights.down_bias.repeat_interleave(2, 1)[:, ::2],  # type: ignore[union-attr]
-        ),
-    )
-    assert_bit_equal(run(strided, backend), wanted)
-    same = replace(case, x=case.x[:1].expand(6, 40))
-    assert_bit_equal(run(same, backend), run(replace(same, x=same.x.contiguous()), backend))
-
-
-@on_both
-def test_activations_of_another_dtype_than_the_weights(backend: str) -> None:
-    case = ops_case(5)
-    half = replace(case, x=case.x.half())
-    found = run(half, backend, table=case.table())
-    assert_close(found, half.reference(), torch.float16)
+    assert_close(run_case(exact, backend), exact.reference(), dtype)
 
 
 @on_both
@@ -298,15 +159,17 @@ def test_rows_to_sum_past_two_to_the_31_elements(backend: str) -> None:
 def test_a_base_batch_reads_nothing_of_the_adapters(backend: str) -> None:
     case = ops_case(6)
     wild = _with_wild_offsets(case.table(), range(4))
-    assert_bit_equal(run(case, backend, None, wild), run(case, backend, None))
-    assert_bit_equal(run(case, backend, TokenSlots.of([-1] * 6), wild), run(case, backend, None))
+    assert_bit_equal(run_case(case, backend, None, wild), run_case(case, backend, None))
+    assert_bit_equal(
+        run_case(case, backend, TokenSlots.of([-1] * 6), wild), run_case(case, backend, None)
+    )
 
 
 @on_kernels
 def test_slots_that_no_token_uses_cost_and_change_nothing(backend: str) -> None:
     case = replace(ops_case(6), token_slots=(1, -1, 1, 1, -1, 1))
     wild = _with_wild_offsets(case.table(), (0, 2, 3))
-    assert_bit_equal(run(case, backend, table=wild), run(case, backend))
+    assert_bit_equal(run_case(case, backend, table=wild), run_case(case, backend))
 
 
 def _with_wild_offsets(table: SiteTable, slots: Any) -> SiteTable:
