@@ -39,10 +39,10 @@ BF16 += tuple(f"out{i}_ptr" for i in range(4))
 CONSTANTS: dict[str, Any] = {
     "TOP_K": 8, "GATE_START": 0, "UP_START": 768, "COLUMN_STEP": 1, "GATED": True,
     "HAS_BIAS": False, "KIND": "silu", "ALPHA": 1.0, "HAS_LIMIT": False, "LIMIT": 0.0,
-    "UP_SHIFT": 0.0, "UNIT": 8, "EVEN_K": True, "X_BY_TOKEN": True, 
+    "UP_SHIFT": 0.0, "UNIT": 8, "EVEN_K": True, "X_BY_TOKEN": True,
     "EVEN_N": True, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_R": 16, "BLOCK_H": 256,
     "BLOCK_I": 8, "BLOCK_J": 512, "BLOCK_E": 8, "CHOICES": 8, "NUM_EXPERTS": 128,
-    "OUT_BY_ROW": False, "AFTER_H": True, "PREFETCH": True, "DOWN": False, "BLOCK_ROWS": 16,
+    "AFTER_H": True, "DOWN": False, "BLOCK_ROWS": 16,
     "WEIGHTED": True, "SWAP": False, "UNITS": False, "SPLITS": 1, "DELTA_EVEN_K": True,
     "DELTA_EVEN_N": True, "DELTA_M": 16, "DELTA_R": 16, "DELTA_K": 128, "DELTA_N": 128,
     "DELTA_STAGES": 4, "STAGES": 4,
@@ -81,10 +81,14 @@ def main(capability: int) -> None:
     for delta in ("none", "some", "all"):
         for swap in (False, True):
             compile_kernel(gate_up_activation_kernel, capability, DELTA=delta, SWAP=swap)
-            compile_kernel(grouped_gemm_kernel, capability, DELTA=delta, SWAP=swap)
-        print(f"gate_up_activation, grouped_gemm delta={delta}")
+        print(f"gate_up_activation delta={delta}")
+    for with_delta in (False, True):
+        for swap in (False, True):
+            compile_kernel(grouped_gemm_kernel, capability, HAS_DELTA=with_delta, SWAP=swap)
     compile_kernel(gate_up_activation_kernel, capability, UNITS=True, SPLITS=4)
-    compile_kernel(grouped_gemm_kernel, capability, UNITS=True, SPLITS=4)
+    compile_kernel(grouped_gemm_kernel, capability, HAS_DELTA=False, UNITS=True, SPLITS=4)
+    compile_kernel(grouped_gemm_kernel, capability, HAS_DELTA=False, AFTER_H=False)
+    print("grouped_gemm")
     compile_kernel(gate_up_activation_kernel, capability, DELTA="all", delta_ptr="*bf16")
     for dense in (True, False):
         compile_kernel(route_kernel, capability, DENSE=dense)

@@ -33,7 +33,7 @@ CONFIG = FusedConfig(
 )
 #: The delta's programs lead the GEMMs' launches, each with a part of the columns.
 MERGED = replace(CONFIG, merged=True, gate_up_splits=2, down_splits=4, delta_programs=100)
-PREFETCHING = replace(CONFIG, prefetch=True, delta_programs=40)
+FEW_PROGRAMS = replace(CONFIG, delta_programs=40)
 EXPERTS, HIDDEN, INTERMEDIATE = 8, 256, 128
 #: The kinds of adapters take turns over these.
 RANKS = (1, 3, 8, 12, 16, 20, 64, 128, 256)

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from layer_cases import (
     ALL_MODES,
     CONFIG,
+    FEW_PROGRAMS,
     MERGED,
-    PREFETCHING,
     TWO_MODES,
     GpuCase,
     mixed_adapters,
@@ -139,7 +139,7 @@ def test_a_nan_adapter_reaches_no_other_row(mode: Mode) -> None:
         assert bad[~rows].isnan().all()
 
 
-@pytest.mark.parametrize("config", [MERGED, PREFETCHING], ids=["merged", "prefetching"])
+@pytest.mark.parametrize("config", [MERGED, FEW_PROGRAMS], ids=["merged", "few programs"])
 @pytest.mark.parametrize("num_tokens", [1, 64])
 def test_where_the_delta_is_computed_changes_no_bit(num_tokens: int, config: FusedConfig) -> None:
     case = mixed_case(num_tokens)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
-from layer_cases import CONFIG, MERGED, PREFETCHING, mixed_case, run_mode
+from layer_cases import CONFIG, FEW_PROGRAMS, MERGED, mixed_case, run_mode
 from triton.language.extra.cuda import globaltimer
 
 from moegraft.backends.triton.config import FusedConfig
@@ -27,7 +27,7 @@ from moegraft.call import LayerCall
 #: Inputs that take turns, and the layers of each shape and config in the graph.
 VARIANTS, LAYERS = 3, 3
 TOKENS = (1, 8, 40)
-CONFIGS = (CONFIG, MERGED, PREFETCHING)
+CONFIGS = (CONFIG, MERGED, FEW_PROGRAMS)
 REPLAYS = 400
 #: 32 warps are 1024 threads: two such programs fill a multiprocessor.
 HOLDER_WARPS = 32

@@ -48,7 +48,6 @@ LAYER_STEPS: dict[str, tuple[Any, ...]] = {
     "gate_up_splits": (1, 2, 4),
     "down_splits": (1, 2, 4),
     "merged": (False, True),
-    "prefetch": (False, True),
 }
 #: The gain below which a change is noise.
 MIN_GAIN = 0.005

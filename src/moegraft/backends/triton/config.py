@@ -32,7 +32,6 @@ class FusedConfig:
         gate_up_splits, down_splits: ranges of output columns that a segment's delta is cut into,
             each by its own program: more of them for few tokens. Products of ``A`` are repeated.
         merged: the delta's programs are the first of the GEMM's launch, not a launch before it.
-        prefetch: ask the L2 for down's weights before h is there (few tokens; out-major weights).
         pdl: programmatic dependent launch (Hopper and newer).
     """
 
@@ -44,7 +43,6 @@ class FusedConfig:
     gate_up_splits: int = 1
     down_splits: int = 1
     merged: bool = False
-    prefetch: bool = False
     pdl: bool = False
 
     def splits(self, down: bool) -> int:

@@ -17,7 +17,6 @@ from moegraft.backends.triton.sync import (
     launch_next,
     launch_wait,
     peek,
-    prefetch_rows,
     wait_for,
     wait_marked,
 )
@@ -34,12 +33,12 @@ def grouped_gemm_kernel(
     weight_ptr,  # [E, N, K] by strides
     bias_ptr,  # [E, N] or unused
     topk_weights_ptr,  # [P] float, or unused
-    out_ptr,  # [P, N] out, or [rows, N] with OUT_BY_ROW
+    out_ptr,  # [P, N] out
     delta_ptr,  # [P, N]
     states_ptr,  # [P] int32
     row_pair_ptr,
     block_info_ptr,
-    slots_ptr,  # [T] int32; only read for DELTA "some"
+    slots_ptr,  # [T] int32; only read with HAS_DELTA
     h_counter_ptr,  # [blocks]
     h_tiles,  # what a block's counter reaches when its rows of x are there
     size_n,
@@ -64,12 +63,10 @@ def grouped_gemm_kernel(
     delta_programs,
     TOP_K: tl.constexpr,
     AFTER_H: tl.constexpr,  # x is h of this layer: wait for a block's rows, not for the launch
-    PREFETCH: tl.constexpr,  # ask the L2 for the weights before that wait
     X_BY_TOKEN: tl.constexpr,
-    OUT_BY_ROW: tl.constexpr,
     WEIGHTED: tl.constexpr,  # multiply by the routing weight
     HAS_BIAS: tl.constexpr,
-    DELTA: tl.constexpr,  # "none", "some" (pairs whose state says so) or "all" pairs
+    HAS_DELTA: tl.constexpr,  # add the delta of the pairs whose state says that there is one
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     SWAP: tl.constexpr,  # weights as the left operand
@@ -122,7 +119,7 @@ def grouped_gemm_kernel(
     column_mask = columns < size_n
     pairs = tl.load(row_pair_ptr + rows, mask=row_mask, other=0, cache_modifier=".cg")
     # What the end needs is asked for now: its latency passes while the K loop runs.
-    if DELTA == "some":
+    if HAS_DELTA:
         has_slot = tl.load(slots_ptr + pairs // TOP_K, mask=row_mask, other=-1) >= 0
     if WEIGHTED:
         weight = tl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0).to(tl.float32)
@@ -137,9 +134,6 @@ def grouped_gemm_kernel(
         + k[None, :] * weight_stride_k
     )
     if AFTER_H:
-        if PREFETCH:
-            first = weight_ptr + expert * weight_stride_e
-            prefetch_rows(first + columns.to(tl.int64) * weight_stride_n, size_k * 2, PDL)
         wait_for(h_counter_ptr + block, seen, h_tiles, PDL)
     if SWAP:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -168,16 +162,13 @@ def grouped_gemm_kernel(
         bias = tl.load(bias_ptr + expert * bias_stride + columns, mask=column_mask, other=0.0)
         acc += bias.to(tl.float32)[None, :]
 
-    if DELTA != "none":
-        has_delta = row_mask
-        if DELTA == "some":
-            has_delta = wait_marked(states_ptr + pairs, SPLITS, has_slot, PDL)
+    if HAS_DELTA:
+        has_delta = wait_marked(states_ptr + pairs, SPLITS, has_slot, PDL)
         delta = delta_ptr + pairs.to(tl.int64)[:, None] * size_n + columns[None, :]
         acc = add_delta(acc, delta, column_mask[None, :], has_delta)
     if WEIGHTED:
         acc = acc * weight[:, None]
-    out_rows = rows if OUT_BY_ROW else pairs
-    out_ptrs = out_ptr + out_rows.to(tl.int64)[:, None] * size_n + columns[None, :]
+    out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * size_n + columns[None, :]
     out = acc.to(out_ptr.dtype.element_ty)
     mask = row_mask[:, None] & column_mask[None, :]
     tl.store(out_ptrs, out, mask=mask, eviction_policy="evict_last")

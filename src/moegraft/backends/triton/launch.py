@@ -214,7 +214,11 @@ def run_down(
     table: SiteTable | None = None,
     slots: torch.Tensor | None = None,
 ) -> None:
-    """Launch down with the routing weight; table and slots as in :func:`run_gate_up`."""
+    """Launch down with the routing weight.
+
+    With table (and ``merged``) its first programs compute the delta, for finalize to add. With
+    slots it adds a delta that is there; the callers want one or the other.
+    """
     tile, w = config.down, weights.down_oi
     inter, hidden = weights.intermediate, weights.hidden
     bias = weights.down_bias
@@ -225,9 +229,8 @@ def run_down(
         ws.row_pair, ws.block_info, slots, ws.h_counter, gate_up_tiles(weights, config),
         hidden, inter, ws.h.stride(0), w.stride(0), w.stride(1), w.stride(2),
         0 if bias is None else bias.stride(0), tiles, ws.num_pairs,
-        TOP_K=topk_weights.shape[1], AFTER_H=True, PREFETCH=config.prefetch,
-        X_BY_TOKEN=False, OUT_BY_ROW=False, WEIGHTED=True, HAS_BIAS=bias is not None,
-        DELTA="none" if slots is None else "some",
+        TOP_K=topk_weights.shape[1], AFTER_H=True, X_BY_TOKEN=False, WEIGHTED=True,
+        HAS_BIAS=bias is not None, HAS_DELTA=slots is not None,
         EVEN_K=inter % tile.block_k == 0, EVEN_N=hidden % tile.block_n == 0, SWAP=tile.swap,
         BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **delta, **_pdl(config),
@@ -259,8 +262,8 @@ def run_grouped_gemm(
         x, w, bias, None, out, None, None, ws.row_pair, ws.block_info, None, ws.h_counter, 0,
         size_n, size_k, x.stride(0), w.stride(0), w.stride(1), w.stride(2),
         0 if bias is None else bias.stride(0), tiles, ws.num_pairs,
-        TOP_K=top_k, AFTER_H=False, PREFETCH=False, X_BY_TOKEN=not down, OUT_BY_ROW=False,
-        WEIGHTED=False, HAS_BIAS=bias is not None, DELTA="none",
+        TOP_K=top_k, AFTER_H=False, X_BY_TOKEN=not down, WEIGHTED=False,
+        HAS_BIAS=bias is not None, HAS_DELTA=False,
         EVEN_K=size_k % tile.block_k == 0, EVEN_N=size_n % tile.block_n == 0, SWAP=tile.swap,
         BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **delta, **_pdl(config),

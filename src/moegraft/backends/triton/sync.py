@@ -105,18 +105,3 @@ def wait_for(counter_ptr, seen, amount, PDL: tl.constexpr):
         while seen < amount:
             seen = tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu")
         tl.debug_barrier()
-
-
-@triton.jit
-def prefetch_rows(ptrs, num_bytes, PDL: tl.constexpr):
-    """Ask the L2 for ``num_bytes`` (a multiple of 16) at each pointer; changes nothing else."""
-    if PDL:
-        address = ptrs.to(tl.int64)
-        tl.inline_asm_elementwise(
-            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [address, tl.zeros_like(address).to(tl.int32) + num_bytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
