@@ -40,15 +40,16 @@ def groups_of(graft: Graft) -> list[SiblingGroup]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of linears of each group call."""
+    """The number of linears of each call of a group of several."""
     seen: list[int] = []
-    original = LinearLoraGroup.add_to
+    original = LinearLoraGroup.begin
 
-    def add_to(group: LinearLoraGroup, outs: Any, x: Any, slots: Any) -> None:
-        seen.append(len(group.linears))
-        original(group, outs, x, slots)
+    def begin(group: LinearLoraGroup, x: Any, slots: Any) -> Any:
+        if len(group.linears) > 1:
+            seen.append(len(group.linears))
+        return original(group, x, slots)
 
-    monkeypatch.setattr(LinearLoraGroup, "add_to", add_to)
+    monkeypatch.setattr(LinearLoraGroup, "begin", begin)
     return seen
 
 

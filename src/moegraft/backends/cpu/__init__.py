@@ -22,7 +22,7 @@ from moegraft.backends.cpu.permute import permute
 from moegraft.call import Mode
 from moegraft.factor_table import SiteTable
 from moegraft.problem import Problem
-from moegraft.stages import Permutation, split_columns
+from moegraft.stages import LinearBegun, LinearLater, Permutation, split_columns
 from moegraft.types import TokenSlots
 
 LoraMethod = Literal["stacked", "gathered", "segments"]
@@ -93,6 +93,12 @@ class CpuStages:
         """See :meth:`moegraft.stages.Stages.linear_lora_group`; one after the other."""
         for table, out in zip(tables, outs, strict=True):
             self.linear_lora(x, table, slots, out)
+
+    def linear_lora_begin(
+        self, x: torch.Tensor, tables: Sequence[SiteTable], slots: TokenSlots
+    ) -> LinearBegun:
+        """See :meth:`moegraft.stages.Stages.linear_lora_begin`."""
+        return LinearLater(self, x, tables, slots)
 
     @property
     def _otherwise(self) -> str:
