@@ -10,7 +10,6 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from linear_cases import random_case
-
 from moegraft.backends.triton.linear_beside import LinearBeside
 from moegraft.backends.triton.stages import STAGES
 from moegraft.sites import linear_site

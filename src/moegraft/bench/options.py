@@ -118,12 +118,17 @@ SUITES = {"record": _RECORD, "quick": _QUICK}
 
 
 def suite_requests(suite: str, models: Iterable[str]) -> tuple[DecodeRequest, ...]:
-    """Return the requests of a suite for each model; MoegraftError for an unknown suite."""
+    """Return the requests of a suite for each model, the main table of all models first.
+
+    Raises:
+        MoegraftError: an unknown suite.
+    """
     if suite not in SUITES:
         raise MoegraftError(f"There is no suite {suite!r}; choose one of {', '.join(SUITES)}.")
+    names = tuple(models)
     return tuple(
         request
-        for model in models
         for options in SUITES[suite]
+        for model in names
         for request in decode_requests([model], **options)
     )
