@@ -126,9 +126,9 @@ def suite_requests(suite: str, models: Iterable[str]) -> tuple[DecodeRequest, ..
     if suite not in SUITES:
         raise MoegraftError(f"There is no suite {suite!r}; choose one of {', '.join(SUITES)}.")
     names = tuple(models)
+    main, *others = SUITES[suite]
+    tables = [(main, name) for name in names]
+    tables += [(options, name) for name in names for options in others]
     return tuple(
-        request
-        for options in SUITES[suite]
-        for model in names
-        for request in decode_requests([model], **options)
+        request for options, name in tables for request in decode_requests([name], **options)
     )
