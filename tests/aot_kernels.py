@@ -10,15 +10,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moegraft.backends.triton.combine import add_down_delta_kernel, combine_kernel
-from moegraft.backends.triton.delta_activation import activation_kernel, add_delta_kernel
-from moegraft.backends.triton.finalize import finalize_kernel, finalize_weighted_kernel
+from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
 from moegraft.backends.triton.grouped_gemm import grouped_gemm_kernel
+from moegraft.backends.triton.linear_beside import linear_expand_kernel, linear_shrink_kernel
 from moegraft.backends.triton.linear_lora import linear_lora_kernel
 from moegraft.backends.triton.lora_expand import lora_expand_kernel
 from moegraft.backends.triton.lora_shrink import lora_shrink_kernel
 from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kernel
-from moegraft.backends.triton.pair_activation import pair_activation_kernel
+from moegraft.backends.triton.pair_activation import add_delta_kernel, pair_activation_kernel
 from moegraft.backends.triton.pairs import number_rows_kernel, unpack_kernel
 from moegraft.backends.triton.route import route_kernel
 from moegraft.backends.triton.token_segments import token_segments_kernel
@@ -27,6 +27,7 @@ POINTERS = {
     "delta_ptr": "*fp32",
     "gate_up_ptr": "*fp32",
     "s_ptr": "*fp32",
+    "ranks_ptr": "*fp32",
     "y_ptr": "*fp32",
     "topk_weights_ptr": "*fp32",
     "rows_ptr": "*bf16",
@@ -49,7 +50,7 @@ CONSTANTS: dict[str, Any] = {
     "SIDES": 2, "DELTA": "some", "DENSE": False, "HAS_SLOTS": True, "PDL": True,
     "weight_stride_k": 1, "NUM_PROJECTIONS": 3, "MANY_RANKS": False, "ROWS": 16, "BLOCK_S": 32,
     "BLOCK_G": 128, "BY_TOKEN": True, "IN_PLACE": True, "LOCAL_ONLY": True, "HAS_DELTA": True,
-    "FIRST_START": 0, "BLOCK": 256,
+    "BY_PAIR": False, "BLOCK": 256, "RANKS": 16, "CHUNKS": 1,
 }  # fmt: skip
 
 
@@ -97,20 +98,20 @@ def main(capability: int) -> None:
         compile_kernel(lora_shrink_expand_kernel, capability, BLOCK_R=block_r, DOWN=down)
     for with_delta in (True, False):
         compile_kernel(finalize_kernel, capability, DELTA=with_delta)
-    compile_kernel(finalize_weighted_kernel, capability, out_ptr="*fp32")
     print("route, lora_shrink_expand, finalize")
     for by_token in (True, False):
         compile_kernel(lora_shrink_kernel, capability, BY_TOKEN=by_token, BLOCK_R=64)
         compile_kernel(lora_expand_kernel, capability, IN_PLACE=by_token, out_ptr="*fp32")
-        compile_kernel(activation_kernel, capability, HAS_DELTA=by_token, LOCAL_ONLY=by_token)
-    compile_kernel(activation_kernel, capability, GATED=False, KIND="relu2")
+    compile_kernel(pair_activation_kernel, capability, DELTA="none", LOCAL_ONLY=False)
+    compile_kernel(pair_activation_kernel, capability, GATED=False, KIND="relu2")
     compile_kernel(add_delta_kernel, capability, out_ptr="*fp32")
-    print("lora_shrink, lora_expand, activation, add_delta")
+    compile_kernel(combine_kernel, capability, HAS_DELTA=False, BY_PAIR=True, out_ptr="*fp32")
+    print("lora_shrink, lora_expand, pair_activation, add_delta, combine")
     for ids, delta_type in (("*i32", "*bf16"), ("*i64", "*fp32")):
         types = {"topk_ids_ptr": ids, "pair_to_row_ptr": ids, "delta_ptr": delta_type}
         compile_kernel(combine_kernel, capability, **types)
         compile_kernel(add_down_delta_kernel, capability, HAS_IDS=True, **types)
-        compile_kernel(pair_activation_kernel, capability, **types)
+        compile_kernel(pair_activation_kernel, capability, DELTA="all", **types)
     compile_kernel(number_rows_kernel, capability)
     compile_kernel(unpack_kernel, capability, weights_ptr="*fp32")
     print("combine, add_down_delta, pair_activation, number_rows, unpack")
@@ -119,7 +120,10 @@ def main(capability: int) -> None:
     compile_kernel(linear_lora_kernel, capability, NUM_PROJECTIONS=1, EVEN_K=False)
     compile_kernel(linear_lora_kernel, capability, NUM_PROJECTIONS=4, MANY_RANKS=True)
     compile_kernel(linear_lora_kernel, capability, BLOCK_M=64)
-    print("token_segments, linear_lora")
+    for projections in (1, 3, 4):
+        compile_kernel(linear_shrink_kernel, capability, NUM_PROJECTIONS=projections)
+        compile_kernel(linear_expand_kernel, capability, NUM_PROJECTIONS=projections)
+    print("token_segments, linear_lora, linear_shrink, linear_expand")
 
 
 if __name__ == "__main__":

@@ -259,9 +259,10 @@ def test_the_activation_that_waits_for_an_event_is_the_fused_one(name: str) -> N
     run_route(ids, None, w.num_experts, ws, config)
     run_grouped_gemm(case.x, w, ws, 2, config, gate_up, down=False)
     ws.h.fill_(torch.nan)
-    run_pair_activation(gate_up, delta, ws.pair_row, w, ws.h)
-    assert_close(ws.h.view(wanted.shape), wanted.double(), torch.float32)
-    assert bool((ws.h[ids.view(-1) < 0] == 0).all())
+    run_pair_activation(gate_up, w, ws.h, ws, every_pair=delta)
+    local = ids.view(-1) >= 0
+    assert_close(ws.h[local], wanted.view(ws.h.shape)[local].double(), torch.float32)
+    assert bool(ws.h[~local].isnan().all()), "rows of pairs that are not local are not written"
 
 
 def test_slots_as_a_tensor_equal_token_slots() -> None:

@@ -1,4 +1,8 @@
-"""What follows the rows of a down product without finalize: sums per token, in a fixed order."""
+"""What follows the rows of a plain down product: sums per token, in a fixed order.
+
+The weighted sum is the unfused stage ``finalize`` and the op behind the routed one; fused layers
+sum weighted rows in :mod:`.finalize`.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ def combine_kernel(
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,  # power of two >= TOP_K
     HAS_DELTA: tl.constexpr,
+    BY_PAIR: tl.constexpr,  # a pair's row lies at the pair's number, not at pair_to_row
     BLOCK_H: tl.constexpr,
 ):
     """``out[t] = scale * sum_k w * (rows + delta)`` over the pairs that are not skipped, fp32."""
@@ -32,10 +37,10 @@ def combine_kernel(
     used = row >= 0
     both = used[:, None] & mask[None, :]
     weight = tl.load(weights_ptr + pairs, mask=used, other=0.0).to(tl.float32)
-    y = tl.load(
-        rows_ptr + row.to(tl.int64)[:, None] * hidden + columns[None, :], mask=both, other=0.0
-    )
-    y = y.to(tl.float32)
+    if BY_PAIR:
+        row = pairs
+    row_ptrs = rows_ptr + row.to(tl.int64)[:, None] * hidden + columns[None, :]
+    y = tl.load(row_ptrs, mask=both, other=0.0).to(tl.float32)
     if HAS_DELTA:
         delta = tl.load(
             delta_ptr + pairs[:, None] * hidden + columns[None, :], mask=both, other=0.0
@@ -86,14 +91,18 @@ def run_combine(
     delta: torch.Tensor | None,
     out: torch.Tensor,
     scale: float,
+    by_pair: bool = False,
 ) -> None:
-    """Launch :func:`combine_kernel` on contiguous tensors; ``out`` may have any row stride."""
+    """Launch :func:`combine_kernel` on contiguous tensors; ``out`` may have any row stride.
+
+    ``by_pair``: of ``pair_to_row`` only the sign counts, rows lie at their pairs' numbers.
+    """
     (num_tokens, hidden), top_k = out.shape, weights.shape[1]
     block = min(256, triton.next_power_of_2(hidden))
     combine_kernel[(num_tokens, triton.cdiv(hidden, block))](
         rows, weights, pair_to_row, delta, out, hidden, out.stride(0), scale, TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k), HAS_DELTA=delta is not None,
-        BLOCK_H=block, num_warps=4,
+        BY_PAIR=by_pair, BLOCK_H=block, num_warps=4,
     )  # fmt: skip
 
 

@@ -55,29 +55,3 @@ def finalize_kernel(
         y = tl.where(has_delta, y + delta.to(tl.float32) * weight[:, None], y)
     out = tl.sum(y, 0) * scale
     tl.store(out_ptr + token * out_stride + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def finalize_weighted_kernel(
-    y_ptr,  # [P, H] rows
-    topk_weights_ptr,  # [P] float
-    pair_row_ptr,  # [P] int32, -1 = not local
-    out_ptr,  # [T, H]
-    hidden,
-    scale,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,  # power of two >= TOP_K
-    BLOCK_H: tl.constexpr,
-):
-    """``out[t] = scale * sum_k w[t, k] * y[t*K + k]`` over the local pairs: the plain stage."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    mask = columns < hidden
-    choice = tl.arange(0, CHOICES)
-    pairs = token * TOP_K + choice
-    local = tl.load(pair_row_ptr + pairs, mask=choice < TOP_K, other=-1) >= 0
-    weight = tl.load(topk_weights_ptr + pairs, mask=local, other=0.0).to(tl.float32)
-    y_ptrs = y_ptr + pairs[:, None] * hidden + columns[None, :]
-    y = tl.load(y_ptrs, mask=local[:, None] & mask[None, :], other=0.0)
-    out = tl.sum(y.to(tl.float32) * weight[:, None], 0) * scale
-    tl.store(out_ptr + token * hidden + columns, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -87,7 +87,7 @@ def _gate_up_beside_event(call: RoutedCall, ws: Workspace, top_k: int, config: F
     gate_up = torch.empty(ws.num_pairs, columns, dtype=torch.float32, device=call.x_TH.device)
     run_grouped_gemm(call.x_TH, call.weights, ws, top_k, config, gate_up, down=False)
     wait_event(call.lora_ready, call.x_TH.device)
-    run_pair_activation(gate_up, call.gate_up_delta, ws.pair_row, call.weights, ws.h)
+    run_pair_activation(gate_up, call.weights, ws.h, ws, every_pair=call.gate_up_delta)
 
 
 def _record(call: RoutedCall, device: torch.device) -> None:

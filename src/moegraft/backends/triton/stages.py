@@ -11,18 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from moegraft.activations import apply_activation
 from moegraft.backends.triton import linear_lora as linear
+from moegraft.backends.triton.combine import run_combine
 from moegraft.backends.triton.config import FusedConfig, GemmConfig
-from moegraft.backends.triton.delta_activation import run_activation
 from moegraft.backends.triton.device import device_facts
-from moegraft.backends.triton.finalize import finalize_weighted_kernel
 from moegraft.backends.triton.launch import run_grouped_gemm, run_route
 from moegraft.backends.triton.linear_beside import LinearBeside, fits_beside
 from moegraft.backends.triton.lora_expand import run_lora_expand
 from moegraft.backends.triton.lora_shrink import run_lora_shrink
+from moegraft.backends.triton.pair_activation import run_pair_activation
 from moegraft.backends.triton.workspace import RouteBuffers, make_route_buffers
 from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
@@ -111,7 +110,7 @@ class TritonStages:
         if act.custom is not None:
             return apply_activation(gate_up, act, weights.layout, inter).to(dtype)
         h = torch.empty(gate_up.shape[0], inter, dtype=dtype, device=gate_up.device)
-        run_activation(gate_up, weights, h)
+        run_pair_activation(gate_up, weights, h)
         return h
 
     def down(self, h_NI: torch.Tensor, weights: ExpertWeights, perm: PairOrder) -> torch.Tensor:
@@ -126,13 +125,9 @@ class TritonStages:
         """See :meth:`moegraft.stages.Stages.finalize`."""
         hidden = y_NH.shape[1]
         out = torch.empty(perm.num_tokens, hidden, dtype=torch.float32, device=y_NH.device)
-        block = min(256, triton.next_power_of_2(hidden))
         if perm.num_tokens:
-            finalize_weighted_kernel[(perm.num_tokens, triton.cdiv(hidden, block))](
-                y_NH, topk_weights.contiguous(), perm.route.pair_row, out, hidden, scale,
-                TOP_K=perm.top_k, CHOICES=triton.next_power_of_2(perm.top_k), BLOCK_H=block,
-                num_warps=4,
-            )  # fmt: skip
+            pair_row, weights = perm.route.pair_row, topk_weights.contiguous()
+            run_combine(y_NH, weights, pair_row, None, out, scale, by_pair=True)
         return out
 
     def lora_shrink(

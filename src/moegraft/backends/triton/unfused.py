@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from moegraft.backends.triton.config import FusedConfig
-from moegraft.backends.triton.delta_activation import run_activation, run_add_delta
 from moegraft.backends.triton.fused import MAX_PAIRS, in_pieces, prepared
 from moegraft.backends.triton.launch import run_down, run_finalize, run_grouped_gemm, run_route
 from moegraft.backends.triton.lora_expand import run_lora_delta
 from moegraft.backends.triton.lora_shrink import run_lora_shrink
+from moegraft.backends.triton.pair_activation import run_add_delta, run_pair_activation
 from moegraft.backends.triton.stages import empty_gate_up
 from moegraft.backends.triton.workspace import Workspace, make_workspace
 from moegraft.call import LayerCall
@@ -147,7 +147,7 @@ def _activate(call: LayerCall, buffers: UnfusedBuffers) -> torch.Tensor:
     delta = ws.delta_gate_up if call.lora else None
     custom = weights.activation.custom
     if custom is None:
-        run_activation(gate_up, weights, ws.h, ws, delta)
+        run_pair_activation(gate_up, weights, ws.h, ws, delta)
         return ws.h
     if delta is not None:
         run_add_delta(gate_up, weights, ws, delta)
