@@ -215,6 +215,20 @@ def test_inputs_must_be_rows_of_tokens(input_ids: Any) -> None:
         new_graft().forward(input_ids=input_ids, adapters=None)
 
 
+@pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp.experts"])
+def test_a_model_spread_over_devices_is_refused_and_unchanged(part: str) -> None:
+    model = tiny.new_model("qwen3_moe")
+    model.get_submodule(f"model.layers.1.{part}").to("meta")
+    with pytest.raises(UnsupportedError, match=rf"layers\.1\.{part} is on meta.*first.*on cpu"):
+        moegraft.attach(model)
+    assert not moegraft_traces(model)
+
+
+def moegraft_traces(model: nn.Module) -> list[str]:
+    """Return what an attach has left on a model."""
+    return [key for module in model.modules() for key in vars(module) if "moegraft" in key]
+
+
 def test_a_detached_graft_says_so() -> None:
     graft = new_graft()
     graft.detach()

@@ -179,7 +179,7 @@ class Graft(Generation):
         routers: dict[str, LinearLora] = {}
         for site in self.spec.sites:
             module: Any = self.model.get_submodule(site.name)
-            _check_free(site.name, module)
+            _check_free(site.name, module, self.bank.device)
             table = self.bank.site_table(site.name)
             if site.kind == "experts":
                 weights = experts_host.expert_weights(site.name, module)
@@ -217,7 +217,7 @@ class Graft(Generation):
             self.layers[name] = layer
 
 
-def _check_free(path: str, module: nn.Module) -> None:
+def _check_free(path: str, module: nn.Module, device: torch.device) -> None:
     """Raise :class:`UnsupportedError` when a module can't take a graft now."""
     if experts_host.is_attached(module) or _HOOKED in module.__dict__:
         raise UnsupportedError(
@@ -228,6 +228,13 @@ def _check_free(path: str, module: nn.Module) -> None:
             f"{path} has parametrised weights ({type(module).__name__}), which can't be served in "
             "place: torch.nn.utils.parametrize.remove_parametrizations() first."
         )
+    for parameter in module.parameters():
+        if parameter.device != device:
+            raise UnsupportedError(
+                f"{path} is on {parameter.device}, the model's first parameter on {device}: a model "
+                "that is spread over devices is not served. Load it on one, such as with "
+                'device_map="cuda:0".'
+            )
 
 
 def attach(
