@@ -231,8 +231,8 @@ def _check_free(path: str, module: nn.Module, device: torch.device) -> None:
     for parameter in module.parameters():
         if parameter.device != device:
             raise UnsupportedError(
-                f"{path} is on {parameter.device}, the model's first parameter on {device}: a model "
-                "that is spread over devices is not served. Load it on one, such as with "
+                f"{path} is on {parameter.device}, the model's first parameter on {device}: a "
+                "model that is spread over devices is not served. Load it on one, such as with "
                 'device_map="cuda:0".'
             )
 
