@@ -15,8 +15,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from moegraft.activations import apply_activation
 from moegraft.backends.triton.config import FusedConfig, GemmConfig
 from moegraft.backends.triton.fused import run_layer
-from moegraft.backends.triton.stages import MAX_PAIRS, PairOrder, TritonStages
+from moegraft.backends.triton.stages import PairOrder, TritonStages
 from moegraft.backends.triton.unfused import run_unfused
+from moegraft.backends.triton.workspace import MAX_PAIRS
 from moegraft.call import LayerCall
 from moegraft.errors import MoegraftError
 from moegraft.factor_table import site_table

@@ -23,8 +23,8 @@ from layer_cases import (
 )
 
 from moegraft.backends.triton.config import FusedConfig
-from moegraft.backends.triton.fused import MAX_PAIRS
 from moegraft.backends.triton.stages import TritonStages
+from moegraft.backends.triton.workspace import MAX_PAIRS
 from moegraft.call import Mode
 from moegraft.factor_table import Arena, SiteTable
 from moegraft.factors import UNIT_BYTES, TableLayout, pack_adapter

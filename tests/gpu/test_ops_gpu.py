@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from moegraft import ops
-from moegraft.backends.triton.fused import MAX_PAIRS
+from moegraft.backends.triton.workspace import MAX_PAIRS
 from moegraft.testing import (
     LayerCase,
     assert_bit_equal,

@@ -2,8 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+from moegraft.types import ExpertWeights
+
+
+def column_constants(weights: ExpertWeights) -> dict[str, Any]:
+    """Return where gate and up are among the host's columns, as constants of a kernel."""
+    layout, inter = weights.layout, weights.intermediate
+    up = layout.columns("up", inter)
+    gate = layout.columns("gate", inter) if layout.gated else up
+    return {
+        "GATE_START": gate.start,
+        "UP_START": up.start,
+        "COLUMN_STEP": up.step or 1,
+        "GATED": layout.gated,
+    }
+
+
+def activation_constants(weights: ExpertWeights) -> dict[str, Any]:
+    """Return :func:`column_constants` and those of the activation, which is not ``custom``."""
+    act = weights.activation
+    return {
+        **column_constants(weights),
+        "KIND": act.kind,
+        "ALPHA": act.alpha,
+        "UP_SHIFT": act.up_shift,
+        "HAS_LIMIT": act.limit is not None,
+        "LIMIT": act.limit or 0.0,
+    }
 
 
 @triton.jit

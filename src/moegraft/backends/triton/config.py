@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+#: Rank rows that one product of the delta takes at most.
+MAX_BLOCK_R = 64
+
+
+def block_r(max_rank: int) -> int:
+    """Return the rank rows of one product for a table's maximum rank: 16, 32 or 64."""
+    return min(max(16, 1 << max(max_rank - 1, 0).bit_length()), MAX_BLOCK_R)
+
 
 @dataclass(frozen=True)
 class GemmConfig:

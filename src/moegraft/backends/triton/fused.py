@@ -15,21 +15,17 @@ from dataclasses import replace
 
 import torch
 
-from moegraft.backends.triton.config import FusedConfig
+from moegraft.backends.triton.config import MAX_BLOCK_R, FusedConfig
 from moegraft.backends.triton.launch import (
-    MAX_BLOCK_R,
     run_delta,
     run_down,
     run_finalize,
     run_gate_up,
     run_route,
 )
-from moegraft.backends.triton.workspace import Workspace, make_workspace
+from moegraft.backends.triton.workspace import MAX_PAIRS, Workspace, make_workspace
 from moegraft.call import LayerCall
 from moegraft.types import ExpertWeights, TokenSlots
-
-#: Pairs that one round of launches takes; route counts them in 15 bits.
-MAX_PAIRS = 2**15 - 1
 
 
 def run_layer(

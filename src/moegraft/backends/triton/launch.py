@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import triton
 
-from moegraft.backends.triton.config import FusedConfig
+from moegraft.backends.triton.activation import activation_constants
+from moegraft.backends.triton.config import FusedConfig, block_r
 from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
 from moegraft.backends.triton.grouped_gemm import grouped_gemm_kernel
@@ -21,8 +22,6 @@ from moegraft.types import ExpertWeights
 
 #: Rows of one product of lora_shrink_expand, the least that the matrix unit takes.
 SEGMENT_ROWS = 16
-#: Rank rows that one product of lora_shrink_expand takes at most.
-MAX_BLOCK_R = 64
 
 
 def run_route(
@@ -162,11 +161,6 @@ def gate_up_tiles(weights: ExpertWeights, config: FusedConfig) -> int:
     return triton.cdiv(weights.intermediate, config.gate_up.block_n)
 
 
-def block_r(max_rank: int) -> int:
-    """Return the rank rows of one product for a table's maximum rank."""
-    return min(max(16, triton.next_power_of_2(max_rank)), MAX_BLOCK_R)
-
-
 def run_gate_up(
     x: torch.Tensor,
     weights: ExpertWeights,
@@ -182,10 +176,8 @@ def run_gate_up(
     ``every_pair``: a delta of all pairs that somebody else computed, ``[P, 2I]`` as gate | up, in
     any float dtype; without table and slots.
     """
-    tile, layout, act = config.gate_up, weights.layout, weights.activation
+    tile = config.gate_up
     inter, hidden = weights.intermediate, weights.hidden
-    up = layout.columns("up", inter)
-    gate = layout.columns("gate", inter) if layout.gated else up
     w = weights.gate_up_oi
     bias = weights.gate_up_bias
     tiles = gate_up_tiles(weights, config)
@@ -195,14 +187,12 @@ def run_gate_up(
         ws.states, ws.row_pair, ws.block_info, slots, ws.h_counter,
         hidden, inter, x.stride(0), w.stride(0), w.stride(1), w.stride(2),
         0 if bias is None else bias.stride(0), tiles, ws.num_pairs,
-        TOP_K=top_k, GATE_START=gate.start, UP_START=up.start, COLUMN_STEP=up.step or 1,
-        GATED=layout.gated, HAS_BIAS=bias is not None,
-        KIND=act.kind, ALPHA=act.alpha, UP_SHIFT=act.up_shift,
-        HAS_LIMIT=act.limit is not None, LIMIT=act.limit or 0.0,
+        TOP_K=top_k, HAS_BIAS=bias is not None,
         DELTA="all" if every_pair is not None else "none" if slots is None else "some",
         EVEN_K=hidden % tile.block_k == 0, EVEN_N=inter % tile.block_n == 0, SWAP=tile.swap,
         BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **delta, **_pdl(config),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **activation_constants(weights), **delta, **_pdl(config),
     )  # fmt: skip
 
 

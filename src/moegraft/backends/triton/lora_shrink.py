@@ -10,13 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.config import block_r
 from moegraft.backends.triton.segment_factors import load_factor, load_segment
 from moegraft.backends.triton.workspace import RouteBuffers
 from moegraft.factor_table import SiteTable
 from moegraft.factors import UNIT_BYTES
 
-#: Rows and ranks of one product, and the step over the input.
-BLOCK_M, MAX_BLOCK_R, BLOCK_K = 16, 64, 64
+#: Rows of one product, and the step over the input.
+BLOCK_M, BLOCK_K = 16, 64
 
 
 def run_lora_shrink(
@@ -42,15 +43,15 @@ def run_lora_shrink(
         return
     assert table.expert_map is not None
     records = projection_records(table, projections)
-    block_r = min(max(16, triton.next_power_of_2(table.max_rank)), MAX_BLOCK_R)
-    grid = (ws.num_pairs, triton.cdiv(table.max_rank, block_r), len(projections))
+    rank_rows = block_r(table.max_rank)
+    grid = (ws.num_pairs, triton.cdiv(table.max_rank, rank_rows), len(projections))
     lora_shrink_kernel[grid](
         x, out, table.arena.data, ws.segments, ws.row_pair, records, records.view(torch.int32),
         table.expert_map, ws.num_pairs, x.shape[1], table.max_rank, x.stride(0), records.stride(0),
         table.expert_map.stride(0), table.num_slots,
         TOP_K=top_k, BY_TOKEN=projections != ("down",),
         UNIT=UNIT_BYTES // table.arena.data.element_size(),
-        BLOCK_M=BLOCK_M, BLOCK_R=block_r, BLOCK_K=BLOCK_K, num_warps=4, num_stages=3,
+        BLOCK_M=BLOCK_M, BLOCK_R=rank_rows, BLOCK_K=BLOCK_K, num_warps=4, num_stages=3,
     )  # fmt: skip
 
 

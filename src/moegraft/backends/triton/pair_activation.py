@@ -7,13 +7,16 @@ product runs beside the delta, and only this launch comes behind both.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from moegraft.backends.triton.activation import gated, pointwise
+from moegraft.backends.triton.activation import (
+    activation_constants,
+    column_constants,
+    gated,
+    pointwise,
+)
 from moegraft.backends.triton.workspace import RouteBuffers
 from moegraft.types import ExpertWeights
 
@@ -40,17 +43,16 @@ def run_pair_activation(
         delta: ``[P, 2I]`` as gate | up, any float dtype, added where ``ws.states`` says so.
         every_pair: likewise, but a delta of all pairs; not with ``delta``.
     """
-    act, inter = weights.activation, weights.intermediate
+    inter = weights.intermediate
     if not gate_up.shape[0]:
         return
     pair_activation_kernel[(gate_up.shape[0], triton.cdiv(inter, BLOCK))](
         gate_up, delta if every_pair is None else every_pair,
         None if ws is None else ws.states, None if ws is None else ws.pair_row, h,
         gate_up.shape[0], inter, gate_up.stride(0), gate_up.stride(1),
-        KIND=act.kind, ALPHA=act.alpha, UP_SHIFT=act.up_shift,
-        HAS_LIMIT=act.limit is not None, LIMIT=act.limit or 0.0, LOCAL_ONLY=ws is not None,
+        LOCAL_ONLY=ws is not None,
         DELTA="all" if every_pair is not None else "none" if delta is None else "some",
-        BLOCK=BLOCK, num_warps=4, **_columns(weights),
+        BLOCK=BLOCK, num_warps=4, **activation_constants(weights),
     )  # fmt: skip
 
 
@@ -67,21 +69,8 @@ def run_add_delta(
     grid = (ws.num_pairs, triton.cdiv(weights.intermediate, BLOCK), sides)
     add_delta_kernel[grid](
         gate_up, delta, ws.states, ws.num_pairs, weights.intermediate, gate_up.stride(0),
-        BLOCK=BLOCK, num_warps=4, **_columns(weights),
+        BLOCK=BLOCK, num_warps=4, **column_constants(weights),
     )  # fmt: skip
-
-
-def _columns(weights: ExpertWeights) -> dict[str, Any]:
-    """Return where gate and up are in the host's columns, as constants of the kernels."""
-    layout, inter = weights.layout, weights.intermediate
-    up = layout.columns("up", inter)
-    gate = layout.columns("gate", inter) if layout.gated else up
-    return {
-        "GATE_START": gate.start,
-        "UP_START": up.start,
-        "COLUMN_STEP": up.step or 1,
-        "GATED": layout.gated,
-    }
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

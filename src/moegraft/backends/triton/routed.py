@@ -17,7 +17,6 @@ import torch
 from moegraft.backends.triton.config import FusedConfig
 from moegraft.backends.triton.device import device_facts
 from moegraft.backends.triton.events import record_event, wait_event
-from moegraft.backends.triton.fused import MAX_PAIRS
 from moegraft.backends.triton.launch import (
     run_down,
     run_finalize,
@@ -28,7 +27,7 @@ from moegraft.backends.triton.launch import (
 from moegraft.backends.triton.pair_activation import run_pair_activation
 from moegraft.backends.triton.pairs import run_number_rows
 from moegraft.backends.triton.tiles import choose_config
-from moegraft.backends.triton.workspace import Workspace, make_workspace
+from moegraft.backends.triton.workspace import MAX_PAIRS, Workspace, make_workspace
 from moegraft.problem import Problem
 from moegraft.routed_call import RoutedCall
 

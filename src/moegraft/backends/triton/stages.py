@@ -22,14 +22,12 @@ from moegraft.backends.triton.linear_beside import LinearBeside, fits_beside
 from moegraft.backends.triton.lora_expand import run_lora_expand
 from moegraft.backends.triton.lora_shrink import run_lora_shrink
 from moegraft.backends.triton.pair_activation import run_pair_activation
-from moegraft.backends.triton.workspace import RouteBuffers, make_route_buffers
+from moegraft.backends.triton.workspace import MAX_PAIRS, RouteBuffers, make_route_buffers
 from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
 from moegraft.stages import LinearBegun, LinearLater, RankVectors, split_columns
 from moegraft.types import ExpertWeights, TokenSlots
 
-#: Pairs that one route takes: it counts them in 15 bits.
-MAX_PAIRS = 2**15 - 1
 #: Small enough for every dtype and device.
 SMALL_TILES = FusedConfig(16, GemmConfig(32, 32, 4, 3), GemmConfig(32, 32, 4, 3))
 

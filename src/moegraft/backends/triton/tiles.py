@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moegraft.backends.triton.config import FusedConfig, GemmConfig
+from moegraft.backends.triton.config import FusedConfig, GemmConfig, block_r
 from moegraft.backends.triton.device import DeviceFacts
 from moegraft.problem import Problem
 
@@ -49,7 +49,7 @@ def config_ok(config: FusedConfig, problem: Problem, device: DeviceFacts) -> boo
         if tile.swap and tile.block_n < 64:
             return False
     tile = config.delta
-    rank_rows = min(max(16, 1 << max(problem.max_rank - 1, 0).bit_length()), 64)
+    rank_rows = block_r(problem.max_rank)
     bytes_per_stage = max((16 + rank_rows) * tile.block_k, rank_rows * tile.block_n) * itemsize
     return bytes_per_stage * tile.num_stages <= device.shared_memory
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from moegraft.backends.triton.config import FusedConfig
-from moegraft.backends.triton.fused import MAX_PAIRS, in_pieces, prepared
+from moegraft.backends.triton.fused import in_pieces, prepared
 from moegraft.backends.triton.launch import run_down, run_finalize, run_grouped_gemm, run_route
 from moegraft.backends.triton.lora_expand import run_lora_delta
 from moegraft.backends.triton.lora_shrink import run_lora_shrink
 from moegraft.backends.triton.pair_activation import run_add_delta, run_pair_activation
 from moegraft.backends.triton.stages import empty_gate_up
-from moegraft.backends.triton.workspace import Workspace, make_workspace
+from moegraft.backends.triton.workspace import MAX_PAIRS, Workspace, make_workspace
 from moegraft.call import LayerCall
 from moegraft.factor_table import SiteTable
 from moegraft.streams import beside

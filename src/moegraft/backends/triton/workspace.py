@@ -8,6 +8,8 @@ import torch
 
 from moegraft.types import ExpertWeights
 
+#: Pairs that one round of launches takes: route counts them in 15 bits.
+MAX_PAIRS = 2**15 - 1
 #: Up to this many pairs one program routes them all, and block numbers are dense.
 MAX_DENSE_PAIRS = 32
 
