@@ -33,9 +33,7 @@ class Segment:
     shape: Shape
 
 
-def _segments(
-    host: HostTable, projection: int, perm: Permutation, slots: TokenSlots
-) -> Iterator[Segment]:
+def _segments(host: HostTable, projection: int, perm: Permutation) -> Iterator[Segment]:
     """Yield the segments of one projection; rows without a delta are in none."""
     row_to_slot = perm.row_to_slot
     assert row_to_slot is not None and host.expert_map is not None
@@ -90,7 +88,7 @@ def lora_shrink(
     all_segments: list[list[Segment]] = []
     for name in projections:
         i = names.index(name)
-        segments = list(_segments(host, i, perm, slots))
+        segments = list(_segments(host, i, perm))
         all_segments.append(segments)
         shares = host.projections[i].shares_a
         if values and all(shares[segment.slot] for segment in segments):
