@@ -28,6 +28,26 @@ def test_importing_loads_nothing_heavy(module: str) -> None:
     assert not loaded & {"torch", "numpy", "safetensors", "transformers", "peft", "pydantic"}
 
 
+def test_layers_and_ops_on_a_cpu_run_without_triton() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None  # importing it is an error
+from dataclasses import replace
+from moegraft import ops
+from moegraft.testing import assert_case, layer_case, random_factors
+case = layer_case(5, (), (0, -1), num_experts=4, hidden=32, intermediate=16)
+case = replace(case, adapters=(random_factors(case.site, 4),))
+assert_case(case, case.layer())
+routing, w = case.routing, case.weights
+packed = ops.pack_topk(routing.topk_ids, routing.topk_weights)
+rows = ops.routed_moe_lora(packed, case.x, w.gate_up, w.down, do_finalize=False)
+ops.finalize_moe_lora(*rows)
+print("ran")
+"""
+    done = in_a_new_process(code, TRITON_INTERPRET="")
+    assert done.stdout == "ran\n"
+
+
 def test_every_public_name_is_there() -> None:
     for name in moegraft.__all__:
         assert getattr(moegraft, name) is not None
