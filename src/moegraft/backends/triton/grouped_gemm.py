@@ -1,7 +1,8 @@
-"""A grouped GEMM over the blocks of rows: stage ``down`` with delta and routing weight; also raw.
+"""A grouped GEMM over the blocks of rows: stage ``down`` with the routing weight; also raw.
 
 The same program as :mod:`moegraft.backends.triton.gate_up_activation` with one accumulator. As
-``down`` it reads h and writes ``w * (W_down h + b + delta)`` of every pair, so finalize only sums.
+``down`` it reads h and writes ``w * (W_down h + b)`` of every pair, for finalize to sum; in the
+unfused modes with the delta, which is there before it starts (fused ones add that in finalize).
 As the unfused ``gate_up`` it reads x per token.
 """
 

@@ -11,7 +11,8 @@ How a layer uses it::
     gate_up  waits for route; its programs signal ``h`` of their block
     down     waits for ``h`` of its block
     delta    the first programs of gate_up and down, or a launch before them: signals ``state`` of
-             its pairs, for which the GEMM's programs wait behind their K loop
+             its pairs, for which gate_up's programs wait behind their K loop
+    finalize waits for everything, and adds down's delta
 
 So the launches flow into one another: the first programs of down run while the last ones of gate_up
 still do, and the factors are read beside the weights. Three rules keep it right:
