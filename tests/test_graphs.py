@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +39,8 @@ def test_a_batch_gets_the_smallest_bucket_that_holds_it(rows: int, bucket: int) 
     assert StaticBatch(INPUTS, [16, 1, 4, 4], "cpu").bucket_of(rows) == bucket
 
 
-@pytest.mark.parametrize("buckets", [[], [0, 2], [-1]])
-def test_buckets_that_are_none_are_refused(buckets: list[int]) -> None:
+@pytest.mark.parametrize("buckets", [[], [0, 2], [-1], [2.5], ["4"], [True], 4, None])
+def test_buckets_that_are_none_are_refused(buckets: Any) -> None:
     with pytest.raises(MoegraftError, match="at least one number of rows above 0"):
         StaticBatch(INPUTS, buckets, "cpu")
 
@@ -89,6 +90,7 @@ def test_inputs_that_are_left_out_stay_and_the_same_slots_are_copied_once() -> N
         ({"slots": torch.zeros(2)}, "no input 'slots'"),
         ({"x": torch.zeros(2, 3)}, r"x has shape \(2, 3\); expected \[T, 2\]"),
         ({"x": torch.zeros(3, 2)}, "one number of rows; got {'x': 3, 'ids': 2"),
+        ({"ids": torch.zeros(2, 3)}, r"ids is torch\.float32; the step takes torch\.int32"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused_and_nothing_is_copied(
@@ -98,6 +100,18 @@ def test_inputs_that_do_not_fit_are_refused_and_nothing_is_copied(
     with pytest.raises(MoegraftError, match=message):
         batch.load({**inputs_of(2), **change}, None)
     assert not batch.views(4)["ok"].any()
+
+
+def test_one_value_is_no_batch_and_slots_are_token_slots() -> None:
+    batch = StaticBatch({"n": StaticInput((), torch.int64)}, [4], "cpu")
+    with pytest.raises(MoegraftError, match=r"n has shape \(\)"):
+        batch.load({"n": torch.tensor(3)}, None)
+    slots: Any = torch.zeros(1, dtype=torch.int32)
+    for wrong in (slots, TokenSlots(slots[:, None], (0,))):
+        with pytest.raises(MoegraftError, match="no TokenSlots of one slot per row"):
+            batch.load({"n": torch.zeros(1)}, wrong)
+    with pytest.raises(MoegraftError, match=r"slots is torch\.float32"):
+        batch.load({"n": torch.zeros(1).long()}, TokenSlots(torch.zeros(1), (0,)))
 
 
 def test_a_layer_in_buckets_equals_the_layer_alone() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from moegraft.errors import AdapterError, MoegraftError, UnsupportedError
+from moegraft.errors import AdapterError, MoegraftError, PlanError, UnsupportedError
 from moegraft.factor_table import site_table
 from moegraft.factors import TableLayout, pack_adapter
 from moegraft.layer import MoeLoraLayer
 from moegraft.linear import LinearLora
 from moegraft.sites import expert_site, linear_site
 from moegraft.testing import LAYOUTS, layer_case, random_factors, random_weights
+from moegraft.testing.cases import table_on
 from moegraft.types import (
     Activation,
     ExpertWeights,
@@ -38,6 +40,13 @@ X, IDS, WEIGHTS = CASE.x, CASE.routing.topk_ids, CASE.routing.topk_weights
         (X, IDS, WEIGHTS[:, :1], [0] * 3, r"\(3, 2\).*\(3, 1\)"),
         (X, IDS[:, 0], WEIGHTS[:, 0], [0] * 3, r"\(3,\).*\[T, K\]"),
         (X, IDS.float(), WEIGHTS, [0] * 3, "float32.*int32 or int64"),
+        (X.double(), IDS, WEIGHTS, [0] * 3, "x is torch.float64; expected float32, bfloat16"),
+        (X.long(), IDS, WEIGHTS, [0] * 3, "x is torch.int64"),
+        (X, IDS, WEIGHTS.bool(), [0] * 3, "topk_weights are torch.bool; expected a float"),
+        (X, IDS[:, :0], WEIGHTS[:, :0], [0] * 3, r"\(3, 0\): no expert per token"),
+        (X.to("meta"), IDS, WEIGHTS, [0] * 3, "x is on meta, the experts' weights on cpu"),
+        (X, IDS.to("meta"), WEIGHTS, [0] * 3, "topk_ids is on meta"),
+        (X, IDS, WEIGHTS.to("meta"), [0] * 3, "topk_weights is on meta"),
         (X, IDS, WEIGHTS, [0] * 4, "3 tokens.*4 adapter slots"),
         (X, IDS, WEIGHTS, [0, -1, 7], "slot 7.*1 slots"),
     ],
@@ -180,3 +189,48 @@ def test_a_linear_refuses_a_slot_outside_its_table() -> None:
     )
     with pytest.raises(MoegraftError, match=r"slot 1.*1 slots"):
         linear.add_to(torch.zeros(1, 5), torch.zeros(1, 6), TokenSlots.of([1]))
+
+
+@pytest.mark.parametrize("slots", [[0.5], [True], [[0]], ["a"], None, 3, torch.zeros(1), [2**70]])
+def test_slots_that_are_no_whole_numbers_are_refused(slots: Any) -> None:
+    with pytest.raises(MoegraftError, match="The adapter slots"):
+        TokenSlots.of(slots)
+
+
+def test_slots_of_no_token_are_none() -> None:
+    assert TokenSlots.of([]).live == TokenSlots.of(torch.zeros(0)).live == ()
+
+
+def test_captured_slots_are_refused_where_live_ones_decide() -> None:
+    layer = MoeLoraLayer(CASE.weights, CASE.table(), backend="cpu")
+    slots = TokenSlots.captured(torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(MoegraftError, match=r"captured are for CUDA graphs.*Use TokenSlots\.of"):
+        layer(X, IDS, WEIGHTS, slots)
+
+
+@pytest.mark.parametrize("slots", [torch.zeros(3, 1), torch.zeros(3).to("meta")])
+def test_slots_made_by_hand_are_checked(slots: torch.Tensor) -> None:
+    layer = MoeLoraLayer(CASE.weights, CASE.table())
+    with pytest.raises(MoegraftError, match=r"slots are torch\.int32 \(3, 1\)|slots are on meta"):
+        layer(X, IDS, WEIGHTS, TokenSlots(slots.int(), (0,)))
+
+
+def test_a_table_on_another_device_is_refused() -> None:
+    with pytest.raises(MoegraftError, match="The factor table is on meta, the weights on cpu"):
+        MoeLoraLayer(CASE.weights, table_on(CASE.table(), "meta"))
+
+
+def test_an_unknown_mode_order_or_offset_is_refused() -> None:
+    wrong: Any = "in_kernal"
+    with pytest.raises(PlanError, match="no mode 'in_kernal'; choose one of in_kernel, fused_"):
+        MoeLoraLayer(CASE.weights, mode=wrong)
+    with pytest.raises(MoegraftError, match="no gate_up_order 'in_kernal'; choose one of gate_fir"):
+        WeightLayout(wrong)
+    with pytest.raises(MoegraftError, match="expert_offset=-1 is below 0"):
+        MoeLoraLayer(CASE.weights, expert_offset=-1)
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(5, 24, device="meta"), torch.zeros(5, 24).long()])
+def test_biases_of_another_kind_are_refused(bias: torch.Tensor) -> None:
+    with pytest.raises(MoegraftError, match="A bias is torch"):
+        ExpertWeights(CASE.weights.gate_up, CASE.weights.down, down_bias=bias)

@@ -42,6 +42,8 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"activation_type": 5}, "activation_type=5 is SwigluBias: pass 'swiglu_oai'"),
     ({"activation_type": 99}, "activation_type=99 is unknown"),
     ({"activation_type": "swish"}, "activation_type='swish' is unknown"),
+    ({"activation_type": 2.5}, "activation_type=2.5 is no name, number or Activation"),
+    ({"activation_type": True}, "activation_type=True is no name, number or Activation"),
     ({"activation_type": Activation("custom", custom=torch.tanh)}, "a custom function"),
 ]
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -64,6 +66,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"output": torch.zeros(7, 39)}, "output has shape (7, 39)"),
     ({"output": torch.zeros(40, 7).t()}, "The columns of output are 7 elements apart"),
     ({"output": CASE.x}, "output is hidden_states"),
+    ({"output": CASE.x[:]}, "output shares memory with hidden_states"),
+    ({"output": torch.zeros(40).expand(7, 40)}, "The rows of output are 0 elements apart"),
+    ({"topk_ids": IDS.to("meta")}, "topk_ids is on meta, hidden_states on cpu"),
+    ({"topk_weights": WEIGHTS.to("meta")}, "topk_weights is on meta, hidden_states on cpu"),
+    ({"topk_ids": IDS[:, :0], "topk_weights": WEIGHTS[:, :0]}, "(7, 0): no expert per token"),
+    ({"gemm1_weights": GEMM1[:0], "gemm2_weights": GEMM2[:0]}, "at least one expert"),
     ({"do_finalize": False, "routed_scaling_factor": 2.0}, "give output and"),
     ({"lora_ready_event": 4096}, "lora_ready_event is given, but the tensors are on cpu"),
     ({"gemm2_done_event": 4096}, "gemm2_done_event is given, but the tensors are on cpu"),
@@ -115,6 +123,43 @@ def test_the_sums_refuse_what_does_not_fit() -> None:
         ops.add_down_delta(out, torch.zeros(7, 2, 40), WEIGHTS)
     with pytest.raises(MoegraftError, match="must be"):
         ops.add_down_delta(out[0], torch.zeros(7, 40))
+    with pytest.raises(MoegraftError, match="no expert per token"):
+        ops.finalize_moe_lora(rows, weights[:, :0], index[:0])
+    with pytest.raises(MoegraftError, match="no range of expert ids"):
+        ops.add_down_delta(out, torch.zeros(7, 2, 40), IDS, local_expert_offset=-1)
+
+
+def test_the_sums_say_where_the_triton_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegraft.backends.triton.device.is_interpreted", lambda: False)
+    with pytest.raises(PlanError, match="on cpu, this backend runs on NVIDIA GPUs"):
+        ops.finalize_moe_lora(*call(do_finalize=False), backend="triton")
+    with pytest.raises(PlanError, match="on cpu, this backend runs on NVIDIA GPUs"):
+        ops.add_down_delta(torch.zeros(7, 40), torch.zeros(7, 40), backend="triton")
+
+
+def test_what_is_written_may_not_lie_in_what_is_read() -> None:
+    rows, weights, index = call(do_finalize=False)
+    with pytest.raises(MoegraftError, match="out shares memory with rows"):
+        ops.finalize_moe_lora(rows, weights, index, out=rows[:7])
+    delta = torch.zeros(7, 2, 40)
+    with pytest.raises(MoegraftError, match="output shares memory with down_delta"):
+        ops.add_down_delta(delta[:, 1], delta)
+    with pytest.raises(MoegraftError, match="out shares memory with x"):
+        ops.moe_lora(CASE.x, IDS, WEIGHTS, CASE.weights, out=CASE.x[:])
+    memory = torch.zeros(7 * 2 * 48)
+    with pytest.raises(MoegraftError, match="activation_lora_input shares memory with gate_up_"):
+        call(
+            gate_up_lora_delta=memory.view(7, 2, 48),
+            activation_lora_input=memory[-7 * 2 * 24 :].view(7, 2, 24),
+        )
+
+
+def test_columns_beside_what_is_read_may_be_written() -> None:
+    both = torch.cat([CASE.x, torch.zeros(7, 40)], 1)
+    found = call(hidden_states=both[:, :40], output=both[:, 40:])
+    torch.testing.assert_close(found, call())
+    with pytest.raises(MoegraftError, match="shares memory"):
+        call(hidden_states=both[:, :40], output=both[:, 39:79])
 
 
 def test_moe_lora_refuses_what_does_not_fit() -> None:
@@ -129,6 +174,14 @@ def test_moe_lora_refuses_what_does_not_fit() -> None:
         ops.moe_lora(*args, out=CASE.x)
     with pytest.raises(PlanError, match="is for GPUs"):
         ops.moe_lora(*args, mode="in_kernel", backend="cpu")
+    wrong: Any = "in_kernal"
+    with pytest.raises(PlanError, match="no mode 'in_kernal'; choose one of in_kernel, fused_"):
+        ops.moe_lora(*args, mode=wrong)
+    with pytest.raises(MoegraftError, match="expert_offset=-1 is below 0"):
+        ops.moe_lora(*args, expert_offset=-1)
+    numbers: Any = [0] * 7
+    with pytest.raises(MoegraftError, match=r"a list; pass TokenSlots\.of"):
+        ops.moe_lora(*args, numbers)
     other = ops_case(num_experts=4).table()
     with pytest.raises(MoegraftError, match="The factor table is for 4 experts"):
         ops.moe_lora(*args[:-1], other)

@@ -107,10 +107,16 @@ class SiteTable:
     def check_live(self, slots: TokenSlots) -> None:
         """Raise :class:`MoegraftError` when a token's slot is not in the table, or kernels can't
         read the slots."""
-        if slots.slots.dtype != torch.int32 or not slots.slots.is_contiguous():
+        given = slots.slots
+        if given.dtype != torch.int32 or given.dim() != 1 or not given.is_contiguous():
             raise MoegraftError(
-                f"{self.site.name}: the slots are {slots.slots.dtype} with strides "
-                f"{slots.slots.stride()}; TokenSlots.of makes contiguous int32 ones."
+                f"{self.site.name}: the slots are {given.dtype} {tuple(given.shape)} with strides "
+                f"{given.stride()}; TokenSlots.of makes contiguous int32 ones [T]."
+            )
+        if given.device != self.records.device:
+            raise MoegraftError(
+                f"{self.site.name}: the slots are on {given.device}, the factor table on "
+                f"{self.records.device}."
             )
         if slots.live and slots.live[-1] >= self.num_slots:
             raise MoegraftError(

@@ -52,6 +52,7 @@ class MoeLoraLayer:
         mode: Mode | None = None,
     ) -> None:
         check_activation(weights.activation)
+        check_expert_offset(expert_offset)
         if table is not None:
             check_table(table, weights)
         self.weights = weights
@@ -85,7 +86,7 @@ class MoeLoraLayer:
             ``[T, H]`` in x's dtype. Tokens without an adapter get exactly the base result.
 
         Raises:
-            MoegraftError: shapes disagree.
+            MoegraftError: shapes, dtypes or devices disagree.
         """
         check_call(self.weights, self.table, x_TH, topk_ids, topk_weights, slots)
         call = LayerCall(
@@ -121,7 +122,7 @@ def check_call(
     topk_weights: torch.Tensor,
     slots: TokenSlots | None,
 ) -> None:
-    """Raise :class:`MoegraftError` unless the shapes of a call agree; reads no values."""
+    """Raise :class:`MoegraftError` unless shapes, dtypes and devices agree; reads no values."""
     if x_TH.dim() != 2 or x_TH.shape[1] != weights.hidden:
         raise MoegraftError(f"x has shape {tuple(x_TH.shape)}; expected [T, {weights.hidden}].")
     num_tokens = x_TH.shape[0]
@@ -131,8 +132,19 @@ def check_call(
             f"topk_ids {tuple(shape)} and topk_weights {tuple(topk_weights.shape)} "
             f"must both be [T, K] with T = {num_tokens}, the rows of x."
         )
+    if not shape[1]:
+        raise MoegraftError(f"topk_ids have shape {tuple(shape)}: no expert per token.")
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise MoegraftError(f"topk_ids are {topk_ids.dtype}; expected int32 or int64.")
+    if x_TH.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise MoegraftError(f"x is {x_TH.dtype}; expected float32, bfloat16 or float16.")
+    if not topk_weights.is_floating_point():
+        raise MoegraftError(f"topk_weights are {topk_weights.dtype}; expected a float dtype.")
+    for name, tensor in (("x", x_TH), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if tensor.device != weights.device:
+            raise MoegraftError(
+                f"{name} is on {tensor.device}, the experts' weights on {weights.device}."
+            )
     if slots is not None and slots.num_tokens != num_tokens:
         raise MoegraftError(
             f"The batch has {num_tokens} tokens but {slots.num_tokens} adapter slots."
@@ -170,8 +182,14 @@ def _plan_experts(
     return make_plan(Problem.of(weights, num_tokens, top_k, max_rank), backend, mode)
 
 
+def check_expert_offset(expert_offset: int) -> None:
+    """Raise for an offset below 0, with which the id -1 would name an expert."""
+    if expert_offset < 0:
+        raise MoegraftError(f"expert_offset={expert_offset} is below 0: it is a global expert id.")
+
+
 def check_table(table: SiteTable, weights: ExpertWeights) -> None:
-    """Raise unless the table was made for experts of these sizes."""
+    """Raise unless the table was made for experts of these sizes, on their device."""
     sizes = (weights.num_experts, weights.hidden, weights.intermediate, weights.layout)
     site = table.site
     if (site.num_experts, site.projections) != (sizes[0], expert_site("", *sizes).projections):
@@ -179,4 +197,8 @@ def check_table(table: SiteTable, weights: ExpertWeights) -> None:
         raise MoegraftError(
             f"The factor table is for {site.num_experts} experts with {found}; the weights hold "
             f"{sizes[0]} experts with H={sizes[1]}, I={sizes[2]}, {sizes[3].gate_up_order}."
+        )
+    if table.arena.data.device != weights.device:
+        raise MoegraftError(
+            f"The factor table is on {table.arena.data.device}, the weights on {weights.device}."
         )

@@ -43,7 +43,7 @@ class StaticBatch:
         device: where the buffers are.
 
     Raises:
-        MoegraftError: no bucket, or one that is not above 0.
+        MoegraftError: no bucket, or one that is no whole number above 0.
     """
 
     def __init__(
@@ -52,8 +52,11 @@ class StaticBatch:
         buckets: Sequence[int],
         device: torch.device | str,
     ) -> None:
-        if not buckets or min(buckets) < 1:
-            raise MoegraftError(f"buckets={list(buckets)}: at least one number of rows above 0.")
+        whole = isinstance(buckets, Sequence) and all(type(rows) is int for rows in buckets)
+        if not whole or not buckets or min(buckets) < 1:
+            raise MoegraftError(
+                f"buckets={buckets!r}: at least one number of rows above 0, all of them int."
+            )
         self.buckets = tuple(sorted(set(buckets)))
         self._inputs = {**inputs, _SLOTS: StaticInput((), torch.int32, -1)}
         rows = self.buckets[-1]
@@ -86,8 +89,9 @@ class StaticBatch:
             slots: adapter slot per row; None = base only. The same object again is not copied.
 
         Raises:
-            MoegraftError: an unknown name, a shape that is not ``[T, *row_shape]``, different T,
-                or more rows than the largest bucket. Nothing was copied then.
+            MoegraftError: an unknown name, a shape that is not ``[T, *row_shape]``, a dtype that
+                loses its kind (float to int), different T, or more rows than the largest bucket.
+                Nothing was copied then.
         """
         num_tokens = self._check(inputs, slots)
         for name, value in inputs.items():
@@ -100,6 +104,10 @@ class StaticBatch:
     def _check(self, inputs: Mapping[str, torch.Tensor], slots: TokenSlots | None) -> int:
         sizes = {name: value.shape[0] if value.dim() else 0 for name, value in inputs.items()}
         if slots is not None:
+            if not isinstance(slots, TokenSlots) or slots.slots.dim() != 1:
+                raise MoegraftError(
+                    "slots are no TokenSlots of one slot per row; TokenSlots.of makes them."
+                )
             sizes[_SLOTS] = slots.num_tokens
         if len(set(sizes.values())) != 1:
             raise MoegraftError(f"The inputs must have one number of rows; got {sizes}.")
@@ -108,11 +116,14 @@ class StaticBatch:
             if spec is None or name == _SLOTS:
                 known = ", ".join(key for key in self._inputs if key != _SLOTS)
                 raise MoegraftError(f"There is no input {name!r}; the step has {known}.")
-            if tuple(value.shape[1:]) != spec.row_shape:
+            if not value.dim() or tuple(value.shape[1:]) != spec.row_shape:
                 raise MoegraftError(
                     f"{name} has shape {tuple(value.shape)}; expected [T, "
                     f"{', '.join(str(size) for size in spec.row_shape)}]."
                 )
+            _check_cast(name, value.dtype, spec.dtype)
+        if slots is not None:
+            _check_cast(_SLOTS, slots.slots.dtype, torch.int32)
         num_tokens = next(iter(sizes.values()))
         self.bucket_of(num_tokens)
         return num_tokens
@@ -131,3 +142,8 @@ class StaticBatch:
     def slots(self, bucket: int) -> torch.Tensor:
         """Return the first ``bucket`` slots, int32; the buffer itself."""
         return self._buffers[_SLOTS][:bucket]
+
+
+def _check_cast(name: str, found: torch.dtype, wanted: torch.dtype) -> None:
+    if not torch.can_cast(found, wanted):
+        raise MoegraftError(f"{name} is {found}; the step takes {wanted}, which can't hold it.")

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
 from moegraft.errors import MoegraftError
+from moegraft.type_checks import check_choice, check_expert_tensors, slot_numbers
 
 GateUpOrder = Literal["gate_first", "up_first", "interleaved", "no_gate"]
 _Derived = TypeVar("_Derived")
@@ -70,6 +71,9 @@ class WeightLayout:
     gate_up_order: GateUpOrder = "gate_first"
     out_major: bool = True
 
+    def __post_init__(self) -> None:
+        check_choice("gate_up_order", self.gate_up_order, get_args(GateUpOrder))
+
     @property
     def gated(self) -> bool:
         """True when there is a gate half."""
@@ -111,29 +115,7 @@ class ExpertWeights:
     weight_format: str = "unquantized"
 
     def __post_init__(self) -> None:
-        wide = 2 if self.layout.gated else 1
-        if self.gate_up.dim() != 3 or self.down.dim() != 3:
-            raise MoegraftError(
-                f"Expert weights must be 3-D; got gate_up {tuple(self.gate_up.shape)} and down "
-                f"{tuple(self.down.shape)}."
-            )
-        expected_gate_up = (self.num_experts, wide * self.intermediate, self.hidden)
-        if tuple(self.gate_up_oi.shape) != expected_gate_up:
-            raise MoegraftError(
-                f"gate_up has shape {tuple(self.gate_up_oi.shape)} as [E, out, in], but down "
-                f"{tuple(self.down_oi.shape)} and layout {self.layout} ask for {expected_gate_up}."
-            )
-        biases = ((self.gate_up_bias, wide * self.intermediate), (self.down_bias, self.hidden))
-        for bias, width in biases:
-            if bias is not None and tuple(bias.shape) != (self.num_experts, width):
-                raise MoegraftError(
-                    f"A bias has shape {tuple(bias.shape)}; expected {(self.num_experts, width)}."
-                )
-        if self.gate_up.dtype != self.down.dtype or self.gate_up.device != self.down.device:
-            raise MoegraftError(
-                f"gate_up is {self.gate_up.dtype} on {self.gate_up.device}, down is "
-                f"{self.down.dtype} on {self.down.device}; they must agree."
-            )
+        check_expert_tensors(self)
 
     @property
     def gate_up_oi(self) -> torch.Tensor:
@@ -264,8 +246,12 @@ class TokenSlots:
 
     @staticmethod
     def of(slots: list[int] | torch.Tensor, device: torch.device | str = "cpu") -> TokenSlots:
-        """Make one from a list or int tensor ``[T]`` (reads it on the host); below 0 is -1."""
-        tensor = torch.as_tensor(slots).clamp(-1, 2**31 - 1).to(torch.int32).contiguous()
+        """Make one from a list or int tensor ``[T]`` (reads it on the host); below 0 is -1.
+
+        Raises:
+            MoegraftError: not one whole number per token.
+        """
+        tensor = slot_numbers(slots)
         live = tuple(sorted({int(s) for s in tensor.tolist() if s >= 0}))
         return TokenSlots(tensor.to(device), live)
 

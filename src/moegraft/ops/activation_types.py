@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import TypeAlias
 
 from moegraft.activations import check_activation
@@ -51,7 +52,15 @@ def read_activation(wanted: ActivationLike) -> tuple[Activation, bool | None]:
     if wanted is None:
         return NAMES["swiglu"]
     if not isinstance(wanted, str):
-        number = int(wanted)
+        try:
+            number = -1 if isinstance(wanted, bool) else index(wanted)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise UnsupportedError(
+                f"activation_type={wanted!r} is no name, number or Activation; known names: "
+                f"{', '.join(NAMES)}."
+            )
         if number in _AMBIGUOUS:
             raise UnsupportedError(f"activation_type={number} is {_AMBIGUOUS[number]}.")
         if number not in NUMBERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +73,11 @@ def local_experts(
 
 
 def read_routing(
-    topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, num_tokens: int, top_k: int | None
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    num_tokens: int,
+    top_k: int | None,
+    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return plain ids and weights ``[T, K]``, contiguous; packed ids when there are no weights."""
     if topk_ids.dim() != 2 or topk_ids.shape[0] != num_tokens:
@@ -82,6 +87,11 @@ def read_routing(
         )
     if top_k is not None and topk_ids.shape[1] != top_k:
         raise MoegraftError(f"top_k is {top_k}, but topk_ids have {topk_ids.shape[1]} columns.")
+    if not topk_ids.shape[1]:
+        raise MoegraftError(f"topk_ids have shape {tuple(topk_ids.shape)}: no expert per token.")
+    for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if tensor is not None and tensor.device != device:
+            raise MoegraftError(f"{name} is on {tensor.device}, hidden_states on {device}.")
     if topk_weights is None:
         return unpack_topk(topk_ids)
     if topk_weights.shape != topk_ids.shape or not topk_weights.is_floating_point():
@@ -145,3 +155,50 @@ def check_tensor(
         )
     if tensor.dim() > 1 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise MoegraftError(f"The columns of {name} are {tensor.stride(-1)} elements apart, not 1.")
+
+
+def check_written(tensor: torch.Tensor, name: str, read: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise :class:`MoegraftError` when a tensor to write to shares memory with itself or others.
+
+    Kernels write rows while other rows are still read. In ``torch.compile``, where tensors have no
+    addresses, nothing is checked.
+    """
+    if tensor.dim() == 2 and tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[1]:
+        raise MoegraftError(
+            f"The rows of {name} are {tensor.stride(0)} elements apart, less than their "
+            f"{tensor.shape[1]} columns; it is written to, so they may not overlap."
+        )
+    if torch.compiler.is_compiling():
+        return
+    for other_name, other in read.items():
+        if other is not None and _overlap(tensor, other):
+            raise MoegraftError(
+                f"{name} shares memory with {other_name}, which is read while it is written; give "
+                "it memory of its own."
+            )
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True unless two tensors are known to share no element."""
+    if a.device != b.device or not a.numel() or not b.numel():
+        return False
+    (a_start, a_end), (b_start, b_end) = _bytes(a), _bytes(b)
+    if a_end <= b_start or b_end <= a_start:
+        return False
+    if a.dim() != 2 or b.dim() != 2:
+        return True
+    # Two windows of columns of one matrix.
+    pitch = a.stride(0) * a.element_size()
+    if pitch <= 0 or pitch != b.stride(0) * b.element_size():
+        return True
+    a_width, b_width = (t.shape[1] * t.element_size() for t in (a, b))
+    between = (b_start - a_start) % pitch
+    return between < a_width or between + b_width > pitch
+
+
+def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte and the one behind the last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moegraft.errors import MoegraftError
-from moegraft.ops.arguments import check_tensor
+from moegraft.ops.arguments import check_tensor, check_written
 from moegraft.ops.operators import add_down_delta_op, finalize_moe_lora_op
 
 
@@ -30,7 +30,7 @@ def finalize_moe_lora(
         down_delta: contiguous ``[T, K, H]``, any float dtype, **without** the routing weight. A
             delta that carries it is for :func:`add_down_delta`.
         routed_scaling_factor: None = 1.
-        out: ``[T, H]`` float to write to; None = a new one in rows' dtype.
+        out: ``[T, H]`` float to write to, in memory of its own; None = a new one in rows' dtype.
         backend: force a backend by name.
 
     Raises:
@@ -40,6 +40,10 @@ def finalize_moe_lora(
         raise MoegraftError(
             f"rows {tuple(rows.shape)} must be [padded, H] and topk_weights "
             f"{tuple(topk_weights.shape)} [T, K]."
+        )
+    if not topk_weights.shape[1]:
+        raise MoegraftError(
+            f"topk_weights have shape {tuple(topk_weights.shape)}: no expert per token."
         )
     (num_tokens, top_k), hidden, device = topk_weights.shape, rows.shape[1], rows.device
     index = expanded_idx_to_permuted_idx
@@ -57,6 +61,7 @@ def finalize_moe_lora(
     if out is None:
         out = rows.new_empty(num_tokens, hidden)
     check_tensor(out, "out", (num_tokens, hidden), device)
+    check_written(out, "out", {"rows": rows, "down_delta": down_delta})
     finalize_moe_lora_op(
         rows, topk_weights.contiguous(), index.contiguous(), down_delta,
         1.0 if routed_scaling_factor is None else float(routed_scaling_factor), backend or "", out,
@@ -110,6 +115,12 @@ def add_down_delta(
     check_tensor(output, "output", (num_tokens, hidden), device)
     shape = (num_tokens, top_k, hidden)
     check_tensor(down_delta, "down_delta", shape, device, contiguous=True)
+    check_written(output, "output", {"down_delta": down_delta})
+    if local_expert_offset < 0 or (local_num_experts is not None and local_num_experts < 0):
+        raise MoegraftError(
+            f"local_expert_offset={local_expert_offset} and local_num_experts={local_num_experts} "
+            "are no range of expert ids."
+        )
     if topk_ids is not None:
         if topk_ids.dtype not in (torch.int32, torch.int64):
             raise MoegraftError(f"topk_ids are {topk_ids.dtype}; expected int32 or int64.")

@@ -8,8 +8,8 @@ from moegraft.activations import check_activation
 from moegraft.call import LayerCall, Mode
 from moegraft.errors import MoegraftError, UnsupportedError
 from moegraft.factor_table import SiteTable
-from moegraft.layer import check_call, check_table, run_plan
-from moegraft.ops.arguments import check_tensor
+from moegraft.layer import check_call, check_expert_offset, check_table, run_plan
+from moegraft.ops.arguments import check_tensor, check_written
 from moegraft.ops.operators import cached_plan, moe_lora_op
 from moegraft.problem import Problem
 from moegraft.types import ExpertWeights, TokenSlots
@@ -42,7 +42,7 @@ def moe_lora(
             instead, and :meth:`TokenSlots.captured` for a CUDA graph or ``torch.compile``.
         expert_offset: global id of local expert 0.
         routed_scaling_factor: multiplies the sum, of base and delta alike.
-        out: ``[T, H]`` in x's dtype to write to; may not be x.
+        out: ``[T, H]`` in x's dtype to write to; shares no memory with x.
         mode, backend: force the overlap mode, or a backend by name.
 
     Returns:
@@ -50,7 +50,7 @@ def moe_lora(
         result. Plans are kept by size, so a call makes none after the first.
 
     Raises:
-        MoegraftError: shapes disagree, or a slot is not in the table.
+        MoegraftError: shapes, dtypes or devices disagree, or a slot is not in the table.
         PlanError: no backend runs this.
     """
     slots = _slots(token_slots, x.device)
@@ -58,7 +58,9 @@ def moe_lora(
         if out is x:
             raise MoegraftError("out is x; the layer reads x while it writes.")
         check_tensor(out, "out", tuple(x.shape), x.device, x.dtype)
+        check_written(out, "out", {"x": x})
     check_call(experts, factors, x, topk_ids, topk_weights, slots)
+    check_expert_offset(expert_offset)
     if factors is not None:
         check_table(factors, experts)
     if torch.compiler.is_compiling():
@@ -80,8 +82,12 @@ def moe_lora(
 def _slots(
     token_slots: TokenSlots | torch.Tensor | None, device: torch.device
 ) -> TokenSlots | None:
-    if not isinstance(token_slots, torch.Tensor):
+    if token_slots is None or isinstance(token_slots, TokenSlots):
         return token_slots
+    if not isinstance(token_slots, torch.Tensor):
+        raise MoegraftError(
+            f"token_slots are a {type(token_slots).__name__}; pass TokenSlots.of(token_slots)."
+        )
     if token_slots.dim() != 1 or token_slots.dtype not in (torch.int32, torch.int64):
         raise MoegraftError(
             f"token_slots are {token_slots.dtype} {tuple(token_slots.shape)}; expected int32 [T]."

@@ -84,7 +84,7 @@ def routed_moe_lora(
         do_finalize: False returns :class:`UnfinalizedRows`; the factor belongs to
             :func:`finalize_moe_lora` then.
         enable_pdl: False turns dependent launch off; else it is used where the GPU has it.
-        output: ``[T, H]`` in x's dtype to write to; may not be hidden_states.
+        output: ``[T, H]`` in x's dtype to write to; shares no memory with other arguments.
         activation_type: see :data:`moegraft.ops.activation_types.NAMES`; None = SwiGLU.
         lora_ready_event: the delta is read only behind this event: the raw product of gate and up
             runs before it. A ``torch.cuda.Event``, a raw handle, or 0.
@@ -112,7 +112,7 @@ def routed_moe_lora(
         sizes.experts, num_experts, local_expert_offset, local_num_experts
     )
     num_tokens, device, dtype = hidden_states.shape[0], hidden_states.device, hidden_states.dtype
-    ids, weights = arguments.read_routing(topk_ids, topk_weights, num_tokens, top_k)
+    ids, weights = arguments.read_routing(topk_ids, topk_weights, num_tokens, top_k, device)
     pairs = num_tokens * ids.shape[1]
     delta, h = gate_up_lora_delta, activation_lora_input
     if delta is not None:
@@ -122,6 +122,8 @@ def routed_moe_lora(
     if h is not None:
         shape = (*ids.shape, sizes.intermediate)
         arguments.check_tensor(h, "activation_lora_input", shape, device, dtype, contiguous=True)
+        read = {"gate_up_lora_delta": gate_up_lora_delta, "hidden_states": hidden_states}
+        arguments.check_written(h, "activation_lora_input", {**read, "output": output})
         h = h.view(pairs, sizes.intermediate)
     act = sizes.activation
     common = (
@@ -137,7 +139,7 @@ def routed_moe_lora(
     )
     scale = 1.0 if routed_scaling_factor is None else float(routed_scaling_factor)
     if do_finalize:
-        out = _output(output, hidden_states)
+        out = _output(output, hidden_states, gate_up_lora_delta)
         routed_moe_lora_op(*common, scale, *options, out, h)
         return out
     if output is not None or scale != 1.0:
@@ -204,11 +206,15 @@ def _read_sizes(
     return _Sizes(experts, intermediate, columns, order, activation)
 
 
-def _output(output: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:
+def _output(
+    output: torch.Tensor | None, hidden_states: torch.Tensor, delta: torch.Tensor | None
+) -> torch.Tensor:
     if output is None:
         return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
     if output is hidden_states:
         raise MoegraftError("output is hidden_states; the op reads them while it writes.")
     shape = tuple(hidden_states.shape)
     arguments.check_tensor(output, "output", shape, hidden_states.device, hidden_states.dtype)
+    read = {"hidden_states": hidden_states, "gate_up_lora_delta": delta}
+    arguments.check_written(output, "output", read)
     return output

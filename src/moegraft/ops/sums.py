@@ -46,7 +46,7 @@ def add_down_delta(
     backend: str,
 ) -> None:
     """``out[t] += scale * sum_k down_delta[t, k]`` over the pairs of experts [first, end)."""
-    if not out.numel():
+    if not out.numel() or not down_delta.numel():
         return
     if _uses_triton(out, backend):
         from moegraft.backends.triton.combine import run_add_down_delta
@@ -61,7 +61,15 @@ def add_down_delta(
 
 
 def _uses_triton(out: torch.Tensor, backend: str) -> bool:
-    """True for the GPU's launches; PlanError for a backend that does not exist."""
+    """True for the GPU's launches; PlanError for a backend that does not exist or can't run."""
     if backend and backend not in BACKENDS:
         raise PlanError(f"There is no backend {backend!r}; choose one of {', '.join(BACKENDS)}.")
+    if backend == "triton" and not out.is_cuda:
+        from moegraft.backends.triton.device import is_interpreted
+
+        if not is_interpreted():
+            raise PlanError(
+                f"Backend 'triton' can't sum here: the tensors are on {out.device}, this backend "
+                "runs on NVIDIA GPUs."
+            )
     return backend == "triton" or (not backend and out.is_cuda)

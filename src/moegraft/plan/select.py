@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from moegraft.backends import BACKENDS, load_backend
 from moegraft.call import LayerRun, Mode
@@ -52,12 +53,14 @@ def make_plan(problem: Problem, backend: str | None = None, mode: Mode | None = 
         mode: force this overlap mode; None = the backend's choice.
 
     Raises:
-        PlanError: the forced backend is unknown or can't run the problem, or none can. The
-            message lists every backend with its reason.
+        PlanError: the forced backend or mode is unknown, the backend can't run the problem, or none
+            can. The message lists every backend with its reason.
     """
     forced = backend or forced_backend()
     if forced is not None and forced not in BACKENDS:
         raise PlanError(f"There is no backend {forced!r}; choose one of {', '.join(BACKENDS)}.")
+    if mode is not None and mode not in get_args(Mode):
+        raise PlanError(f"There is no mode {mode!r}; choose one of {', '.join(get_args(Mode))}.")
     reasons: list[str] = []
     for name in [forced] if forced else list(BACKENDS):
         module = load_backend(name)

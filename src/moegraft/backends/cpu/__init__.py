@@ -20,6 +20,7 @@ from moegraft.backends.cpu.lora_stacked import (
 )
 from moegraft.backends.cpu.permute import permute
 from moegraft.call import Mode
+from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
 from moegraft.problem import Problem
 from moegraft.stages import LinearBegun, LinearLater, Permutation, split_columns
@@ -62,6 +63,7 @@ class CpuStages:
         out: torch.Tensor,
     ) -> None:
         """See :meth:`moegraft.stages.Stages.lora_shrink_expand`."""
+        _check_not_captured(slots)
         stack = self._stack(table, projections, slots, out.shape[0])
         if stack is not None:
             expand_stacked(rows, stack, perm, slots, out, per_token=projections != ("down",))
@@ -77,6 +79,7 @@ class CpuStages:
         self, x: torch.Tensor, table: SiteTable, slots: TokenSlots, out: torch.Tensor
     ) -> None:
         """See :meth:`moegraft.stages.Stages.linear_lora`."""
+        _check_not_captured(slots)
         stack = self._stack(table, LINEAR, slots, out.shape[0])
         if stack is not None:
             linear_stacked(x, stack, slots, out, table.arena.version)
@@ -115,6 +118,14 @@ class CpuStages:
             lambda: cached_stack(table, projections, slots),
         )
         return stack if stack is not None and stack.allows(num_rows) else None
+
+
+def _check_not_captured(slots: TokenSlots) -> None:
+    if slots.in_graph:
+        raise MoegraftError(
+            "TokenSlots.captured are for CUDA graphs: which slots are live is not known, and the "
+            "CPU backend works by it. Use TokenSlots.of on the CPU."
+        )
 
 
 def supports(problem: Problem, mode: Mode | None = None) -> str | None:
