@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -239,14 +240,61 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ForeignPool(site(), {})
     with pytest.raises(AdapterError, match="the site has only"):
         ForeignPool(site(), {"q": ForeignFactor(slots.gate_a, slots.gate_b)})
-    pool = stacked_pool(site(), a, b, *good)
-    with pytest.raises(AdapterError, match="slot 4 is not one of 4"):
-        pool.load(4, 1)
-    with pytest.raises(AdapterError, match="rank 9 is not in 0 to 8"):
-        pool.load(0, 9)
-    with pytest.raises(AdapterError, match="the pool has no 'router'"):
-        pool.load(0, {"router": 1})
-    shared = stacked_pool(site(), a[:1], (columns(slots, WeightLayout()),), *good)
+    whole = columns(slots, WeightLayout())
+    refuses("w13_b has shape", a[:1], (whole[0],), *good)
+    bytes_ = [tensor.to(torch.int8) for tensor in (*a, *b, *good)]
+    refuses("served: float32", bytes_[:2], bytes_[2:4], *bytes_[4:])
+    refuses("don't fit S=0", [t[:0] for t in a], [t[:0] for t in b], *(t[:0] for t in good))
+    with pytest.raises(AdapterError, match="gate_up_a has 15 rows and gate_up_b rank 8"):
+        packed_pool(site(), torch.zeros(S, E, 2 * R - 1, H), whole, *good)
+    with pytest.raises(AdapterError, match="gate_up_a has shape"):
+        packed_pool(site(), slots.gate_a[0], whole, *good)
+    shared = stacked_pool(site(), a[:1], (whole,), *good)
     with pytest.raises(AdapterError, match="gate has rank 2 and up 3, but they share one A"):
         shared.load(0, {"gate": 2, "up": 3})
-    assert not bool(pool.table.ranks.any()) and not bool(shared.table.ranks.any())
+    assert not bool(shared.table.ranks.any())
+
+
+def pool_of(slots: Slots) -> ForeignPool:
+    """Make a pool of two slices per projection."""
+    a, b = (slots.gate_a, slots.up_a), (slots.gate_b, slots.up_b)
+    return stacked_pool(site(), a, b, slots.down_a, slots.down_b)
+
+
+@pytest.mark.parametrize(
+    ("slot", "rank", "scale", "match"),
+    [
+        (0, 2, {"gate": 1.0, "up": 1.0}, "down: scale None is no finite number"),
+        (0, 2, {"gate": 1.0, "up": 1.0, "down": 1.0, "q": 1.0}, "the pool has no 'q'"),
+        (0, 2, float("nan"), "scale nan"),
+        (0, 2, None, "scale None"),
+        (0, 2.0, 1.0, r"rank 2\.0 is not in 0 to 8"),
+        (0, {"gate": 2, "up": 2.5}, 1.0, r"up: rank 2\.5"),
+        (0, None, 1.0, "rank None"),
+        (0.5, 2, 1.0, r"slot 0\.5 is not one of 4"),
+        (True, 2, 1.0, "slot True"),
+        (-1, 2, 1.0, "slot -1"),
+        (4, 1, 1.0, "slot 4 is not one of 4"),
+        (0, 9, 1.0, "rank 9 is not in 0 to 8"),
+        (0, {"router": 1}, 1.0, "the pool has no 'router'"),
+    ],
+)
+def test_a_load_that_is_refused_changes_nothing(
+    slot: Any, rank: Any, scale: Any, match: str
+) -> None:
+    slots = random_slots()
+    pool = pool_of(slots)
+    pool.load(0, 3, 2.0)
+    case = replace(case_of(slots, 2.0), token_slots=(0,) * 9)
+    args = (case.x, case.routing.topk_ids, case.routing.topk_weights, case.weights, pool.table)
+    before = ops.moe_lora(*args, case.slots(), backend="cpu")
+    slots.gate_b[0, :, :, :3] += 1  # what a copy would show
+    with pytest.raises(AdapterError, match=match):
+        pool.load(slot, rank, scale)
+    assert_bit_equal(ops.moe_lora(*args, case.slots(), backend="cpu"), before)
+
+
+def test_numbers_of_other_libraries_are_ranks_and_slots() -> None:
+    pool, number = pool_of(random_slots()), torch.tensor(1)
+    pool.load(number, number)
+    assert pool.table.ranks.amax(1).tolist() == [0, 1, 0, 0]

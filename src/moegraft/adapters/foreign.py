@@ -36,6 +36,8 @@ def stacked_pool(
             f"{site.name}: {len(w13_a)} slices of A and {len(w13_b)} of B; expected one or two of "
             "each."
         )
+    for tensor in w13_b:
+        _check_dims(site, "w13_b", tensor)
     width = site.projection("up").out_features
     factors = {"down": ForeignFactor(_one(w2_a, "w2_a"), _one(w2_b, "w2_b"))}
     sides = ("gate", "up") if site.gated else ("up",)
@@ -68,13 +70,27 @@ def packed_pool(
         down_a: ``[S, E or 1, R, I]``.
         down_b: ``[S, E or 1, H, R]``.
     """
+    _check_dims(site, "gate_up_a", gate_up_a)
+    _check_dims(site, "gate_up_b", gate_up_b)
     width, rank = site.projection("up").out_features, gate_up_b.shape[-1]
-    separate = site.gated and gate_up_a.dim() == 4 and gate_up_a.shape[2] == 2 * rank
+    separate = site.gated and gate_up_a.shape[2] == 2 * rank
+    if gate_up_a.shape[2] != rank and not separate:
+        raise AdapterError(
+            f"{site.name}: gate_up_a has {gate_up_a.shape[2]} rows and gate_up_b rank {rank}; "
+            f"expected {rank} rows{f', or {2 * rank}' if site.gated else ''}."
+        )
     factors = {"down": ForeignFactor(down_a, down_b)}
     for side in ("gate", "up") if site.gated else ("up",):
         columns = gate_up_b[:, :, site.layout.columns(side, width)]
         factors[side] = ForeignFactor(gate_up_a, columns, behind=separate and side == "up")
     return ForeignPool(site, factors)
+
+
+def _check_dims(site: Site, what: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() != 4:
+        raise AdapterError(
+            f"{site.name}: {what} has shape {tuple(tensor.shape)}; it must be [S, E or 1, .., ..]."
+        )
 
 
 def _one(tensor: torch.Tensor | Sequence[torch.Tensor], what: str) -> torch.Tensor:

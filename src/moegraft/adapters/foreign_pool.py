@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from moegraft.adapters.address_span import base_tensor
+from moegraft.adapters.foreign_numbers import checked_ranks, checked_scales, checked_slot
 from moegraft.errors import AdapterError
 from moegraft.factor_table import Arena, SiteTable
 from moegraft.factors import (
@@ -72,7 +73,7 @@ class ForeignPool:
         if first is None:
             raise AdapterError(f"{site.name}: a pool needs factors of at least one projection.")
         self.site = site
-        self.num_slots = first.lora_a.shape[0]
+        self.num_slots = first.lora_a.shape[0] if first.lora_a.dim() else 0
         self.device, self.dtype = first.lora_a.device, first.lora_a.dtype
         for name, factor in factors.items():
             self._check(name, factor)
@@ -122,21 +123,14 @@ class ForeignPool:
             scale: alpha / r, multiplied in fp32; 1 where the engine has it in B already.
 
         Raises:
-            AdapterError: no such slot or projection, a rank over the pool's, or two ranks for gate
-                and up where they share one A.
+            AdapterError: no such slot or projection, a rank over the pool's, a scale that is no
+                finite number, or two ranks for gate and up where they share one A. The slot holds
+                what it held then.
         """
-        self._check_slot(slot)
-        ranks = dict.fromkeys(self._factors, rank) if isinstance(rank, int) else dict(rank)
-        for name, value in ranks.items():
-            if name not in self._factors:
-                raise AdapterError(
-                    f"{self.site.name}: the pool has no {name!r}, only {list(self._factors)}."
-                )
-            most = self._factors[name].lora_b.shape[3]
-            if not 0 <= value <= most:
-                raise AdapterError(
-                    f"{self.site.name}, {name}: rank {value} is not in 0 to {most}, the pool's."
-                )
+        most = {name: factor.lora_b.shape[3] for name, factor in self._factors.items()}
+        slot = checked_slot(self.site.name, slot, self.num_slots)
+        ranks = checked_ranks(self.site.name, rank, most)
+        scales = checked_scales(self.site.name, scale, ranks, most)
         self._check_shared(ranks)
         with torch.inference_mode(False):
             self._records[slot] = 0
@@ -146,8 +140,7 @@ class ForeignPool:
                 if not live:
                     previous = -1
                     continue
-                own = scale if isinstance(scale, (int, float)) else scale[projection.name]
-                self._write_record(slot, i, projection.name, live, float(own))
+                self._write_record(slot, i, projection.name, live, scales[projection.name])
                 offset = int(self._records[slot, i, A_OFFSET])
                 self._records[slot, i].view(torch.int32)[SHARED_A_I32] = int(offset == previous)
                 previous = offset
@@ -155,7 +148,7 @@ class ForeignPool:
 
     def clear(self, slot: int) -> None:
         """Say that a slot holds nothing; its tokens get the base result."""
-        self._check_slot(slot)
+        slot = checked_slot(self.site.name, slot, self.num_slots)
         with torch.inference_mode(False):
             self._records[slot] = 0
             self._publish(slot)
@@ -204,10 +197,6 @@ class ForeignPool:
                 "share one A."
             )
 
-    def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.num_slots:
-            raise AdapterError(f"{self.site.name}: slot {slot} is not one of {self.num_slots}.")
-
     def _mirror(self, lora_b: torch.Tensor) -> torch.Tensor:
         slots, entries, out, rank = lora_b.shape
         unit = UNIT_BYTES // self.dtype.itemsize
@@ -234,6 +223,8 @@ class ForeignPool:
             and a.shape[3] == sizes.in_features
             and b.shape[2] == sizes.out_features
             and a.shape[2] >= rows
+            and a.numel()
+            and b.numel()
         )
         if not right:
             raise AdapterError(
@@ -241,6 +232,8 @@ class ForeignPool:
                 f"slots, E={experts} experts (or 1), {sizes.in_features} inputs and "
                 f"{sizes.out_features} outputs."
             )
+        if self.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise AdapterError(f"{where}: A is {self.dtype}; served: float32, bfloat16, float16.")
         for what, tensor in (("A", a), ("B", b)):
             if (tensor.dtype, tensor.device) != (self.dtype, self.device):
                 raise AdapterError(
