@@ -12,7 +12,7 @@ from moegraft.backends.triton.config import FusedConfig, GemmConfig
 from moegraft.backends.triton.device import INTERPRETER
 from moegraft.backends.triton.tiles import choose_config, config_of, config_ok, tuned_file
 from moegraft.bench import __main__ as module_cli
-from moegraft.bench import records, tune
+from moegraft.bench import records, tune, tuned_table
 from moegraft.bench.cases import DecodeCase, make_case, random_layer, random_table
 from moegraft.bench.e2e import EndToEndOptions, run_e2e
 from moegraft.bench.e2e_model import WholeModel, random_model
@@ -154,18 +154,23 @@ def tuned_record(tokens: int, lora_us: float) -> records.Record:
 
 def test_a_table_of_tiles_keeps_other_problems(tmp_path: Path) -> None:
     path = tmp_path / "tuned" / tuned_file("NVIDIA H200")
-    tune.write_tuned(path, [tuned_record(1, 15.0), tuned_record(4, 16.0)])
-    assert tune.write_tuned(path, [tuned_record(4, 12.0)]) == 2
+    tuned_table.write_tuned(path, [tuned_record(1, 15.0), tuned_record(4, 16.0)])
+    assert tuned_table.write_tuned(path, [tuned_record(4, 12.0)]) == 2
     entries = json.loads(path.read_text())["entries"]
     assert [(e["problem"]["num_tokens"], e["lora_us"]) for e in entries] == [(1, 15.0), (4, 12.0)]
     assert config_of(entries[0]["config"]) == START
     assert "12.0" in tune_table([tuned_record(4, 12.0)])
     path.write_text(json.dumps({"device": "another", "entries": []}))
     with pytest.raises(MoegraftError, match="is for 'another'"):
-        tune.write_tuned(path, [tuned_record(1, 1.0)])
-    path.write_text("[1]")
-    with pytest.raises(MoegraftError, match="can't be used"):
-        tune.write_tuned(path, [tuned_record(1, 1.0)])
+        tuned_table.write_tuned(path, [tuned_record(1, 1.0)])
+    for damaged in ("[1]", '{"device": "NVIDIA H200"', '{"entries": {}}', '{"entries": [{}]}'):
+        path.write_text(damaged)
+        with pytest.raises(MoegraftError, match="can't be used"):
+            tuned_table.write_tuned(path, [tuned_record(1, 1.0)])
+        assert path.read_text() == damaged
+    with pytest.raises(MoegraftError, match="can't be written"):
+        tuned_table.write_tuned(path / "below-a-file.json", [tuned_record(1, 1.0)])
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +180,11 @@ def test_a_table_of_tiles_keeps_other_problems(tmp_path: Path) -> None:
         (["bench", "e2e", "--batch", "x"], "--batch 'x'"),
         (["tune", "--shape", "1,2"], "no model shape '1,2'"),
         (["tune", "--seconds", "0"], "--seconds"),
+        (["tune", "--seconds", "nan"], "--seconds"),
+        (["tune", "--tokens", "\N{SUPERSCRIPT TWO}"], "--tokens"),
+        (["bench", "decode", "--tokens", "9" * 5000], "--tokens"),
+        (["bench", "decode", "--kind", ""], "--kind '' names none"),
+        (["bench", "decode", "--model", "8,32,24," + "9" * 5000], "no model shape"),
     ],
 )
 def test_wrong_options_are_errors(

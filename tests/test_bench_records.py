@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moegraft.bench import __main__ as module_cli
-from moegraft.bench import records
+from moegraft.bench import commands, decode, harness, records
 from moegraft.bench.curves import kept_curves, share_curves, time_curves
 from moegraft.bench.decode import DecodeSettings, run_decode
 from moegraft.bench.options import KINDS, DecodeRequest
@@ -81,6 +81,29 @@ def test_bad_record_files_are_named(tmp_path: Path) -> None:
         records.read([tmp_path / "none.jsonl"], records.DECODE)
     with pytest.raises(MoegraftError, match="can't be written"):
         records.append(bad / "below-a-file.jsonl", {})
+    for text, message in (
+        (b'{"schema": "moegraft.decode/1", "model": "m"}', r"line 1: the record lacks tokens"),
+        (b"[" * 100_000, "line 1, is no JSON"),
+        (b"\xff\xfe", "can't be read"),
+    ):
+        bad.write_bytes(text)
+        with pytest.raises(MoegraftError, match=message):
+            records.read([bad], records.DECODE)
+
+
+def test_files_are_tried_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(harness, "require_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(decode, "run_decode", lambda *args: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    with pytest.raises(MoegraftError, match="records can't be written"):
+        commands.decode([], out=tmp_path / "file" / "records.jsonl")
+    with pytest.raises(MoegraftError, match=r"must end in one of .*\.png"):
+        commands.decode([], plot=tmp_path / "decode.abc")
+    with pytest.raises(MoegraftError, match="must end in one of"):
+        commands.plot_records([], Path(""))
 
 
 def test_the_commit_is_asked_from_git(tmp_path: Path) -> None:

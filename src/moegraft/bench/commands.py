@@ -63,11 +63,16 @@ def decode(
     """
     from moegraft.bench.decode import DecodeSettings, run_decode, wrong
     from moegraft.bench.harness import require_gpu
+    from moegraft.bench.plot import check_picture
     from moegraft.bench.report import decode_line, decode_table
 
     if repeats < 1:
         raise MoegraftError(f"--repeats must be at least 1, got {repeats}.")
     device = require_gpu()
+    if plot is not None:
+        check_picture(plot)
+    if out is not None:
+        records.check_writable(out)
     found: list[records.Record] = []
     with progress() as say:
         for record in run_decode(requests, device, DecodeSettings(repeats, cold, commit), say):
@@ -88,9 +93,10 @@ def decode(
 
 def plot_records(files: Sequence[Path], to: Path) -> Result:
     """Draw pictures of records that were written before."""
-    from moegraft.bench.plot import plot_decode
+    from moegraft.bench.plot import check_picture, plot_decode
     from moegraft.bench.report import decode_table
 
+    check_picture(to)
     found = records.read(files, records.DECODE)
     if not found:
         names = ", ".join(str(path) for path in files)
@@ -125,6 +131,8 @@ def end_to_end(
     model = WholeModel(layers=layers)
     options = EndToEndOptions(model, rows, adapters, rank, prompt, steps, commit)
     device = require_gpu()
+    if out is not None:
+        records.check_writable(out)
     found: list[records.Record] = []
     with progress() as say:
         for record in run_e2e(options, device, say):
@@ -153,7 +161,7 @@ def tune(
     """
     from moegraft.bench.harness import require_gpu
 
-    if seconds <= 0:
+    if not seconds > 0:
         raise MoegraftError(f"--seconds must be above 0, got {seconds:g}.")
     requests = decode_requests(models, tokens, ranks, adapters="8", slots=8)
     device = require_gpu()
@@ -162,9 +170,12 @@ def tune(
 
     from moegraft.backends.triton.tiles import TUNED, tuned_file
     from moegraft.bench.report import tune_table
-    from moegraft.bench.tune import run_tune, write_tuned
+    from moegraft.bench.tune import run_tune
+    from moegraft.bench.tuned_table import read_table, write_tuned
 
-    path = out or TUNED / tuned_file(torch.cuda.get_device_name())
+    name = torch.cuda.get_device_name()
+    path = out or TUNED / tuned_file(name)
+    read_table(path, name)
     found: list[records.Record] = []
     with progress() as say:
         tuned = run_tune(requests, device, seconds=seconds, wide=wide, commit=commit, say=say)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from moegraft.bench.shapes import ModelShape, model_shape
+from moegraft.bench.shapes import ModelShape, is_number, model_shape
 from moegraft.errors import MoegraftError
 
 #: The plan's own choice, beside the names of :data:`moegraft.call.Mode`.
@@ -73,7 +73,7 @@ class DecodeRequest:
 def parse_ints(text: str, option: str) -> tuple[int, ...]:
     """Return the numbers of ``"1,4,16"``; MoegraftError names the option."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(is_number(part) for part in parts):
         raise MoegraftError(f"{option} {text!r}: give whole numbers above 0, such as 1,16,64.")
     return tuple(int(part) for part in parts)
 
@@ -93,6 +93,8 @@ def decode_requests(
     modes: str = AUTO,
 ) -> tuple[DecodeRequest, ...]:
     """Return the product of all options, those with the same weights and tables side by side."""
+    if not parse_names(kinds):
+        raise MoegraftError(f"--kind {kinds!r} names none; choose from {', '.join(KINDS)}.")
     return tuple(
         DecodeRequest(model_shape(model), t, rank, live, slots, kind, parse_names(modes))
         for model in models

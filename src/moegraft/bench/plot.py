@@ -57,6 +57,17 @@ def plot_decode(found: Sequence[Record], path: Path) -> tuple[Path, ...]:
         )
 
 
+def check_picture(path: Path) -> None:
+    """Raise :class:`MoegraftError` now rather than after a measurement: what a picture needs."""
+    known = sorted(_pyplot().figure().canvas.get_supported_filetypes())
+    _pyplot().close("all")
+    if path.suffix[1:] not in known:
+        raise MoegraftError(
+            f"The picture can't be written to {path}: its name must end in one of "
+            f"{', '.join('.' + name for name in known)}."
+        )
+
+
 def _named(path: Path, word: str) -> Path:
     return path.with_name(f"{path.stem}-{word}{path.suffix}")
 

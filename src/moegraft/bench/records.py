@@ -15,6 +15,13 @@ from moegraft.errors import MoegraftError
 
 Record = dict[str, Any]
 DECODE, END_TO_END, TUNE = "moegraft.decode/1", "moegraft.e2e/1", "moegraft.tune/1"
+#: What a record is drawn from.
+_FIELDS = {
+    DECODE: (
+        "model", "tokens", "rank", "adapters", "live", "slots", "kind", "limits", "limit_us",
+        "base", "modes", "peers", "device", "commit",
+    ),
+}  # fmt: skip
 _PACKAGES = ("torch", "triton", "transformers")
 
 
@@ -68,6 +75,15 @@ def rounded(value: Any, digits: int = 5) -> Any:
     return value
 
 
+def check_writable(path: Path) -> None:
+    """Raise :class:`MoegraftError` now rather than after a measurement; makes the file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise MoegraftError(f"The records can't be written to {path}: {error}.") from error
+
+
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Add a record to a file, which is made when it is not there."""
     try:
@@ -87,15 +103,20 @@ def read(paths: Iterable[Path], schema: str) -> list[Record]:
     for path in paths:
         try:
             lines = path.read_text().splitlines()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise MoegraftError(f"The records {path} can't be read: {error}.") from error
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise MoegraftError(f"{path}, line {number}, is no JSON: {error}.") from error
             if isinstance(record, dict) and record.get("schema") == schema:
+                missing = [name for name in _FIELDS.get(schema, ()) if name not in record]
+                if missing:
+                    raise MoegraftError(
+                        f"{path}, line {number}: the record lacks {', '.join(missing)}."
+                    )
                 found.append(record)
     return found

@@ -65,12 +65,17 @@ _SHAPES = (
 MODELS = {shape.name: shape for shape in _SHAPES}
 
 
+def is_number(text: str) -> bool:
+    """True for a whole number above 0 of at most nine digits."""
+    return text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0
+
+
 def model_shape(text: str) -> ModelShape:
     """Return the shape called ``text``, or of ``E,H,I,K``; MoegraftError for anything else."""
     if text in MODELS:
         return MODELS[text]
     numbers = text.split(",")
-    if len(numbers) == 4 and all(n.strip().isdigit() and int(n) > 0 for n in numbers):
+    if len(numbers) == 4 and all(is_number(n.strip()) for n in numbers):
         experts, hidden, intermediate, top_k = (int(n) for n in numbers)
         if top_k > experts:
             raise MoegraftError(f"Shape {text}: K={top_k} is more than E={experts} experts.")

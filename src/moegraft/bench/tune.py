@@ -8,20 +8,18 @@ one configuration serves both.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from moegraft.backends.triton.config import FusedConfig
 from moegraft.backends.triton.device import device_facts
-from moegraft.backends.triton.tiles import candidates, choose_config, config_ok, load_tuned
+from moegraft.backends.triton.tiles import candidates, choose_config, config_ok
 from moegraft.bench import records
 from moegraft.bench.cases import DecodeCase, Inputs, Made, make_case
 from moegraft.bench.harness import Timer, l2_bytes
@@ -242,42 +240,3 @@ def _allowed_near(config: FusedConfig, problem: Problem, wide: bool) -> Iterator
             yield near
     for proposed in candidates(problem, facts) if wide else ():
         yield dataclasses.replace(proposed, pdl=config.pdl)
-
-
-def write_tuned(path: Path, found: Sequence[records.Record]) -> int:
-    """Put results into a table of tuned tiles; returns how many entries it has then.
-
-    The table is JSON: ``device``, and ``entries`` of ``problem`` (fields of
-    :class:`moegraft.problem.Problem`), ``config`` (fields of ``FusedConfig``), ``base_us``,
-    ``lora_us``, ``versions``, ``commit`` and ``date``. Entries of the same problem are replaced.
-
-    Raises:
-        MoegraftError: the file is of another device, is no such table, or can't be written.
-    """
-    device = found[0]["device"]
-    document: dict[str, Any] = {"device": device, "entries": []}
-    try:
-        if path.exists():
-            document = json.loads(path.read_text())
-        if document.get("device") != device:
-            raise MoegraftError(f"{path} is for {document.get('device')!r}, this is {device!r}.")
-        new = [_entry(record) for record in found]
-        problems = [entry["problem"] for entry in new]
-        kept = [entry for entry in document["entries"] if entry["problem"] not in problems]
-        document["entries"] = kept + new
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
-        load_tuned.cache_clear()
-    except (OSError, ValueError, AttributeError, KeyError) as error:
-        raise MoegraftError(f"{path} can't be used as a table of tiles: {error!r}.") from error
-    return len(document["entries"])
-
-
-def _entry(record: records.Record) -> dict[str, Any]:
-    after = record["after"]
-    return {
-        "problem": record["problem"],
-        "config": after["config"],
-        **records.rounded({"base_us": after["base_us"], "lora_us": after["lora_us"]}, 4),
-        **{name: record[name] for name in ("versions", "commit", "date")},
-    }
