@@ -200,6 +200,8 @@ def test_a_file_without_any_lora_factor_is_refused(tensors: dict[str, torch.Tens
     ("options", "message"),
     [
         ({"skip": ("(",)}, r"skip '\(' is not a regular expression"),
+        ({"skip": None}, "skip=None must be a list of regular expressions"),
+        ({"skip": (3,)}, r"skip=\(3,\) must be a list"),
         ({"orientation": "transposed"}, "orientation='transposed'"),
         ({"expert_b_layout": "grouped"}, "expert_b_layout='grouped'"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,12 @@ def enter(store: AdapterStore, names: Iterable[str]) -> None:
     """Use adapters for an empty batch."""
     with store.use(names):
         pass
+
+
+@pytest.mark.parametrize(("num_slots", "max_rank"), [(0, 8), (2.5, 8), (2, 0), (2, "8"), (None, 8)])
+def test_a_bank_of_no_size_is_refused(num_slots: Any, max_rank: Any) -> None:
+    with pytest.raises(AdapterError, match=r"one slot \(max_adapters\) and rank 1.*num_slots="):
+        make_bank(num_slots, max_rank=max_rank)
 
 
 def test_a_new_bank_is_empty_and_takes_no_arena() -> None:

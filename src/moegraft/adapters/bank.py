@@ -54,10 +54,11 @@ class AdapterBank:
         device: torch.device | str = "cpu",
         arena_bytes: int | None = None,
     ) -> None:
-        if num_slots < 1 or max_rank < 1:
+        whole = isinstance(num_slots, int) and isinstance(max_rank, int)
+        if not whole or num_slots < 1 or max_rank < 1:
             raise AdapterError(
-                f"A bank needs at least one slot and rank 1; got num_slots={num_slots}, "
-                f"max_rank={max_rank}."
+                "A bank needs at least one slot (max_adapters) and rank 1, in whole numbers; got "
+                f"num_slots={num_slots!r}, max_rank={max_rank!r}."
             )
         if arena_bytes is not None and arena_bytes < 0:
             raise AdapterError(f"arena_bytes={arena_bytes} is negative; None = grow as needed.")

@@ -63,7 +63,7 @@ def generate(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype to load the model in.")
     ] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Where to run; only cpu has a backend.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where to run: cpu or cuda.")] = "cpu",
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of greedy.")] = False,
     temperature: Annotated[
         float | None, typer.Option(help="With --sample: higher is wilder (1.0).")

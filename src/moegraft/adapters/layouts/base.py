@@ -36,6 +36,8 @@ class ReadOptions:
         skip: Any = self.skip
         if isinstance(skip, str):  # one pattern; its letters would match nearly everything
             object.__setattr__(self, "skip", (skip,))
+        elif not isinstance(skip, Collection) or not all(isinstance(p, str) for p in skip):
+            raise AdapterError(f"skip={skip!r} must be a list of regular expressions.")
         for pattern in self.skip:
             try:
                 re.compile(pattern)
