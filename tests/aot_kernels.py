@@ -13,7 +13,6 @@ from moegraft.backends.triton.combine import add_down_delta_kernel, combine_kern
 from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
 from moegraft.backends.triton.grouped_gemm import grouped_gemm_kernel
-from moegraft.backends.triton.linear_beside import linear_expand_kernel, linear_shrink_kernel
 from moegraft.backends.triton.linear_lora import linear_lora_kernel
 from moegraft.backends.triton.lora_expand import lora_expand_kernel
 from moegraft.backends.triton.lora_shrink import lora_shrink_kernel
@@ -27,7 +26,6 @@ POINTERS = {
     "delta_ptr": "*fp32",
     "gate_up_ptr": "*fp32",
     "s_ptr": "*fp32",
-    "ranks_ptr": "*fp32",
     "y_ptr": "*fp32",
     "topk_weights_ptr": "*fp32",
     "rows_ptr": "*bf16",
@@ -50,7 +48,7 @@ CONSTANTS: dict[str, Any] = {
     "SIDES": 2, "DELTA": "some", "DENSE": False, "HAS_SLOTS": True, "PDL": True,
     "weight_stride_k": 1, "NUM_PROJECTIONS": 3, "MANY_RANKS": False, "ROWS": 16, "BLOCK_S": 32,
     "BLOCK_G": 128, "BY_TOKEN": True, "IN_PLACE": True, "LOCAL_ONLY": True, "HAS_DELTA": True,
-    "BY_PAIR": False, "BLOCK": 256, "RANKS": 16, "CHUNKS": 1,
+    "BY_PAIR": False, "BLOCK": 256,
 }  # fmt: skip
 
 
@@ -120,10 +118,7 @@ def main(capability: int) -> None:
     compile_kernel(linear_lora_kernel, capability, NUM_PROJECTIONS=1, EVEN_K=False)
     compile_kernel(linear_lora_kernel, capability, NUM_PROJECTIONS=4, MANY_RANKS=True)
     compile_kernel(linear_lora_kernel, capability, BLOCK_M=64)
-    for projections in (1, 3, 4):
-        compile_kernel(linear_shrink_kernel, capability, NUM_PROJECTIONS=projections)
-        compile_kernel(linear_expand_kernel, capability, NUM_PROJECTIONS=projections)
-    print("token_segments, linear_lora, linear_shrink, linear_expand")
+    print("token_segments, linear_lora")
 
 
 if __name__ == "__main__":

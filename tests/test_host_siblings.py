@@ -40,16 +40,15 @@ def groups_of(graft: Graft) -> list[SiblingGroup]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of linears of each call of a group of several."""
+    """The number of linears of each group call."""
     seen: list[int] = []
-    original = LinearLoraGroup.begin
+    original = LinearLoraGroup.add_to
 
-    def begin(group: LinearLoraGroup, x: Any, slots: Any) -> Any:
-        if len(group.linears) > 1:
-            seen.append(len(group.linears))
-        return original(group, x, slots)
+    def add_to(group: LinearLoraGroup, outs: Any, x: Any, slots: Any) -> None:
+        seen.append(len(group.linears))
+        original(group, outs, x, slots)
 
-    monkeypatch.setattr(LinearLoraGroup, "begin", begin)
+    monkeypatch.setattr(LinearLoraGroup, "add_to", add_to)
     return seen
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -126,38 +126,6 @@ class LinearLoraGroup:
         if slots.live:
             stages = self.linears[0].plan(x.shape[0]).stages
             stages.linear_lora_group(x, self._tables, slots, outs)
-
-    def begin(self, x: torch.Tensor, slots: TokenSlots) -> Callable[[Sequence[torch.Tensor]], None]:
-        """Begin before the base products, so that some of the work may run beside them.
-
-        Args:
-            x: ``[T, in_features]``; may not change until the end.
-            slots: adapter slot per row.
-
-        Returns:
-            What ends it: a function of the outs of :meth:`add_to`, to be called once, behind the
-            base products and on the same stream. In a CUDA graph it has to be called.
-
-        Raises:
-            MoegraftError: rows, widths or slots disagree; the function raises for the outs.
-        """
-        if x.shape[0] != slots.num_tokens:
-            raise MoegraftError(
-                f"{self._tables[0].site.name}: {x.shape[0]} input rows and {slots.num_tokens} "
-                "adapter slots must be equal."
-            )
-        if not slots.live or not x.shape[0]:
-            return lambda outs: self.add_to(outs, x, slots)
-        begun = self.linears[0].plan(x.shape[0]).stages.linear_lora_begin(x, self._tables, slots)
-
-        def end(outs: Sequence[torch.Tensor]) -> None:
-            if len(outs) != len(self.linears):
-                raise MoegraftError(f"{len(self.linears)} linears got {len(outs)} outputs.")
-            for linear, out in zip(self.linears, outs, strict=True):
-                linear.check(out, x, slots)
-            begun.add_to(outs)
-
-        return end
 
 
 def _plan_linear(site: Site, where: tuple[str, str], backend: str | None, num_tokens: int) -> Plan:

@@ -99,28 +99,6 @@ def split_columns(
 RowOrder = TypeVar("RowOrder")
 
 
-class LinearBegun(Protocol):
-    """A call of ``linear_lora_group`` that has begun; x may not change until it ends."""
-
-    def add_to(self, outs: Sequence[torch.Tensor]) -> None:
-        """Add each linear's delta to its out ``[T, out]``: the base product, done by now."""
-        ...
-
-
-@dataclass(frozen=True)
-class LinearLater:
-    """Nothing is done before the base products."""
-
-    stages: Stages
-    x: torch.Tensor
-    tables: Sequence[SiteTable]
-    slots: TokenSlots
-
-    def add_to(self, outs: Sequence[torch.Tensor]) -> None:
-        """See :meth:`LinearBegun.add_to`."""
-        self.stages.linear_lora_group(self.x, self.tables, self.slots, outs)
-
-
 class Stages(Protocol[RowOrder]):
     """A backend's stage functions."""
 
@@ -212,11 +190,4 @@ class Stages(Protocol[RowOrder]):
         outs: Sequence[torch.Tensor],
     ) -> None:
         """``linear_lora`` of several linears that read the same x; a backend may fuse them."""
-        ...
-
-    def linear_lora_begin(
-        self, x: torch.Tensor, tables: Sequence[SiteTable], slots: TokenSlots
-    ) -> LinearBegun:
-        """``linear_lora_group`` in two parts, so that a backend may do some of it beside the base
-        products: this before them, :meth:`LinearBegun.add_to` behind them."""
         ...

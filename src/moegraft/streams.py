@@ -62,41 +62,6 @@ def side_stream(consumer: torch.cuda.Stream) -> SideStream:
     return found
 
 
-class Fork:
-    """Work on the side stream of the current stream, until :meth:`join`.
-
-    Args:
-        device: of the work.
-        work: launches it; starts when all that the current stream was given so far is done. It may
-            not allocate.
-
-    May be captured in a CUDA graph, which must hold the join too. On a CPU, ``work`` is done at
-    once. When ``work`` raises, the streams are joined already.
-    """
-
-    def __init__(self, device: torch.device, work: Callable[[], None]) -> None:
-        self._consumer: torch.cuda.Stream | None = None
-        if device.type != "cuda":
-            work()
-            return
-        self._consumer = torch.cuda.current_stream(device)
-        side = self._side = side_stream(self._consumer)
-        side.forked.record(self._consumer)
-        side.stream.wait_event(side.forked)
-        try:
-            with torch.cuda.stream(side.stream):
-                work()
-        except BaseException:
-            self.join()
-            raise
-
-    def join(self) -> None:
-        """Let the stream that was current at the fork wait for the work."""
-        if self._consumer is not None:
-            self._side.joined.record(self._side.stream)
-            self._consumer.wait_event(self._side.joined)
-
-
 @contextmanager
 def beside(device: torch.device, work: Callable[[], None]) -> Iterator[None]:
     """Run ``work`` on the side stream while the body runs on the current stream.
@@ -108,8 +73,18 @@ def beside(device: torch.device, work: Callable[[], None]) -> Iterator[None]:
     Example: ``with beside(x.device, lambda: delta(x, buffer)): gemm(x, out)``; then both
     ``buffer`` and ``out`` may be read.
     """
-    fork = Fork(device, work)
+    if device.type != "cuda":
+        work()
+        yield
+        return
+    consumer = torch.cuda.current_stream(device)
+    side = side_stream(consumer)
+    side.forked.record(consumer)
+    side.stream.wait_event(side.forked)
     try:
+        with torch.cuda.stream(side.stream):
+            work()
         yield
     finally:
-        fork.join()
+        side.joined.record(side.stream)
+        consumer.wait_event(side.joined)

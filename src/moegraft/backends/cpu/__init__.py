@@ -23,7 +23,7 @@ from moegraft.call import Mode
 from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
 from moegraft.problem import Problem
-from moegraft.stages import LinearBegun, LinearLater, Permutation, split_columns
+from moegraft.stages import Permutation, split_columns
 from moegraft.types import TokenSlots
 
 LoraMethod = Literal["stacked", "gathered", "segments"]
@@ -96,12 +96,6 @@ class CpuStages:
         """See :meth:`moegraft.stages.Stages.linear_lora_group`; one after the other."""
         for table, out in zip(tables, outs, strict=True):
             self.linear_lora(x, table, slots, out)
-
-    def linear_lora_begin(
-        self, x: torch.Tensor, tables: Sequence[SiteTable], slots: TokenSlots
-    ) -> LinearBegun:
-        """See :meth:`moegraft.stages.Stages.linear_lora_begin`."""
-        return LinearLater(self, x, tables, slots)
 
     @property
     def _otherwise(self) -> str:

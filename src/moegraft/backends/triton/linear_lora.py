@@ -187,7 +187,7 @@ def _launch(
 
 
 @triton.jit
-def shrink(
+def _shrink(
     x_ptrs, a_ptr, a_stride, row_mask, first_rank, rank, size_k, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +215,7 @@ def shrink(
 
 
 @triton.jit
-def load_b(b_ptr, b_stride, first_rank, rank, columns, size_n, BLOCK_R: tl.constexpr):
+def _load_b(b_ptr, b_stride, first_rank, rank, columns, size_n, BLOCK_R: tl.constexpr):
     """Return B ``[BLOCK_R, BLOCK_N]``; 0 past the live rank and past the last column."""
     r = first_rank + tl.arange(0, BLOCK_R)
     mask = (r < rank)[:, None] & (columns < size_n)[None, :]
@@ -223,7 +223,7 @@ def load_b(b_ptr, b_stride, first_rank, rank, columns, size_n, BLOCK_R: tl.const
 
 
 @triton.jit
-def expand(s, b):
+def _expand(s, b):
     """Return ``s @ b`` in fp32. A 16-bit B meets S as a high and a low part: S is not rounded."""
     high = s.to(b.dtype)
     delta = tl.dot(high, b, input_precision="ieee")
@@ -300,28 +300,28 @@ def linear_lora_kernel(
     out_rows = out_ptr + rows[:, None] * out_stride
     columns = (tile - first_tile) * (BLOCK_N * pieces) + tl.arange(0, BLOCK_N)
     # What comes after the K loop is on its way before it.
-    b = load_b(b_ptr, b_stride, 0, rank, columns, size_n, BLOCK_R)
+    b = _load_b(b_ptr, b_stride, 0, rank, columns, size_n, BLOCK_R)
     mask = row_mask[:, None] & (columns < size_n)[None, :]
     out = tl.load(out_rows + columns[None, :], mask=mask, other=0.0)
-    s = shrink(
+    s = _shrink(
         x_ptrs, a_ptr, a_stride, row_mask, 0, rank, size_k, EVEN_K, BLOCK_M, BLOCK_R, BLOCK_K
     )
     for piece in tl.range(0, pieces, num_stages=1):
         next_columns = columns + BLOCK_N
         exists = piece + 1 < pieces
         next_size = tl.where(exists, size_n, 0)
-        next_b = load_b(b_ptr, b_stride, 0, rank, next_columns, next_size, BLOCK_R)
+        next_b = _load_b(b_ptr, b_stride, 0, rank, next_columns, next_size, BLOCK_R)
         next_mask = row_mask[:, None] & (next_columns < next_size)[None, :]
         next_out = tl.load(out_rows + next_columns[None, :], mask=next_mask, other=0.0)
-        delta = expand(s, b)
+        delta = _expand(s, b)
         if MANY_RANKS:
             for r0 in tl.range(BLOCK_R, rank, BLOCK_R, num_stages=1):
-                more_b = load_b(b_ptr, b_stride, r0, rank, columns, size_n, BLOCK_R)
-                more_s = shrink(
+                more_b = _load_b(b_ptr, b_stride, r0, rank, columns, size_n, BLOCK_R)
+                more_s = _shrink(
                     x_ptrs, a_ptr, a_stride, row_mask, r0, rank, size_k, EVEN_K, BLOCK_M,
                     BLOCK_R, BLOCK_K,
                 )  # fmt: skip
-                delta += expand(more_s, more_b)
+                delta += _expand(more_s, more_b)
         result = out.to(tl.float32) + delta * scale
         tl.store(out_rows + columns[None, :], result.to(out.dtype), mask=mask)
         columns, b, out, mask = next_columns, next_b, next_out, next_mask

@@ -18,14 +18,13 @@ from moegraft.backends.triton.combine import run_combine
 from moegraft.backends.triton.config import FusedConfig, GemmConfig
 from moegraft.backends.triton.device import device_facts
 from moegraft.backends.triton.launch import run_grouped_gemm, run_route
-from moegraft.backends.triton.linear_beside import LinearBeside, fits_beside
 from moegraft.backends.triton.lora_expand import run_lora_expand
 from moegraft.backends.triton.lora_shrink import run_lora_shrink
 from moegraft.backends.triton.pair_activation import run_pair_activation
 from moegraft.backends.triton.workspace import MAX_PAIRS, RouteBuffers, make_route_buffers
 from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
-from moegraft.stages import LinearBegun, LinearLater, RankVectors, split_columns
+from moegraft.stages import RankVectors, split_columns
 from moegraft.types import ExpertWeights, TokenSlots
 
 #: Small enough for every dtype and device.
@@ -185,14 +184,6 @@ class TritonStages:
         """See :meth:`moegraft.stages.Stages.linear_lora_group`."""
         pdl = device_facts().has_dependent_launch
         linear.linear_lora_group(x, tables, slots, outs, pdl=pdl)
-
-    def linear_lora_begin(
-        self, x: torch.Tensor, tables: Sequence[SiteTable], slots: TokenSlots
-    ) -> LinearBegun:
-        """See :meth:`moegraft.stages.Stages.linear_lora_begin`."""
-        if fits_beside(tables, slots):
-            return LinearBeside(x, tables, slots)
-        return LinearLater(self, x, tables, slots)
 
     def _gemm(
         self,

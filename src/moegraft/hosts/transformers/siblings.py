@@ -117,10 +117,9 @@ class SiblingGroup:
 
     def _all(self, index: int, x: torch.Tensor, slots: TokenSlots) -> torch.Tensor:
         """Compute all siblings' outputs; return one, keep the others."""
-        add = self._group.begin(x.reshape(-1, x.shape[-1]), slots)
         outputs = [self._base(i, x) for i in range(len(self._loras))]
         rows = [output.reshape(-1, output.shape[-1]) for output in outputs]
-        add(rows)
+        self._group.add_to(rows, x.reshape(-1, x.shape[-1]), slots)
         done: list[torch.Tensor | None] = [
             row.view(output.shape) for row, output in zip(rows, outputs, strict=True)
         ]
