@@ -124,7 +124,6 @@ def gate_up_activation_kernel(
     tokens = (pairs // TOP_K).to(tl.int64)
     if DELTA == "some":  # asked for now: its latency passes while the K loop runs
         has_slot = tl.load(slots_ptr + tokens, mask=row_mask, other=-1) >= 0
-        any_slot = tl.max(has_slot.to(tl.int32), 0) > 0
 
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + tokens[:, None] * x_stride + k[None, :]
@@ -179,23 +178,18 @@ def gate_up_activation_kernel(
 
     if DELTA != "none":
         delta = delta_ptr + pairs.to(tl.int64)[:, None] * (sides * intermediate) + columns[None, :]
-    if DELTA == "some":
-        if any_slot:  # a block of base rows waits for nothing
+        has_gate = row_mask
+        has_up = row_mask
+        if DELTA == "some":
             states = states_ptr + pairs
-            has_gate = has_slot
             if GATED:
                 has_gate = wait_marked(states, SPLITS, has_slot, PDL)
                 states += num_pairs
             has_up = wait_marked(states, SPLITS, has_slot, PDL)
-            if GATED:
-                gate = add_delta(gate, delta, column_mask[None, :], has_gate)
-                delta += intermediate
-            up = add_delta(up, delta, column_mask[None, :], has_up)
-    elif DELTA == "all":
         if GATED:
-            gate = add_delta(gate, delta, column_mask[None, :], row_mask)
+            gate = add_delta(gate, delta, column_mask[None, :], has_gate)
             delta += intermediate
-        up = add_delta(up, delta, column_mask[None, :], row_mask)
+        up = add_delta(up, delta, column_mask[None, :], has_up)
 
     if GATED:
         h = gated(gate, up, KIND, ALPHA, HAS_LIMIT, LIMIT, UP_SHIFT)
