@@ -19,6 +19,8 @@ from moegraft.backends import Choice
 from moegraft.call import LayerRun, Mode
 from moegraft.problem import Problem
 
+#: finalize keeps one bit per choice.
+MAX_TOP_K = 64
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -36,6 +38,8 @@ def supports(problem: Problem, mode: Mode | None = None) -> str | None:
         return f"weight format {problem.weight_format!r} is not implemented"
     if problem.dtype not in DTYPES:
         return f"weights are {problem.dtype}; implemented: {', '.join(DTYPES)}"
+    if problem.top_k > MAX_TOP_K:
+        return f"top_k is {problem.top_k}; implemented: up to {MAX_TOP_K}"
     facts = device_facts()
     if facts.capability < 80:
         return f"{facts.name} has compute capability {facts.capability / 10}, this needs 8.0"

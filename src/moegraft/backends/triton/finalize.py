@@ -21,37 +21,41 @@ def finalize_kernel(
     scale,
     DELTA: tl.constexpr,
     TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,  # power of two >= TOP_K
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``out[t] = scale * sum_k (y + w * delta)[t*K + k]`` over the local pairs that have one, fp32.
 
-    The order is fixed. Pairs without a delta add nothing to their y, not even 0.
+    Summed one choice after the other: a sum over a tile's axis takes the order of the tile's
+    layout, and that differs with and without DELTA. Pairs without a delta add nothing to their y.
     """
+    tl.static_assert(TOP_K <= 64, "one bit per choice")
     launch_next(PDL)
-    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * TOP_K
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < hidden
-    choice = tl.arange(0, CHOICES)
-    pairs = token * TOP_K + choice
-    row = tl.load(pair_row_ptr + pairs, mask=choice < TOP_K, other=-1, cache_modifier=".cg")
+    local = first * 0
+    for k in tl.static_range(TOP_K):
+        row = tl.load(pair_row_ptr + first + k, cache_modifier=".cg")
+        local |= (row >= 0).to(tl.int64) << k
     launch_wait(PDL)
-    y = tl.load(
-        y_ptr + pairs[:, None] * hidden + columns[None, :],
-        mask=(row >= 0)[:, None] & mask[None, :],
-        other=0.0,
-    )
-    y = y.to(tl.float32)
+    has_delta = first * 0
     if DELTA:
-        state = tl.load(states_ptr + pairs, mask=row >= 0, other=0)
-        weight = tl.load(topk_weights_ptr + pairs, mask=row >= 0, other=0.0).to(tl.float32)
-        has_delta = (state >= 256)[:, None]
-        delta = tl.load(
-            delta_ptr + pairs[:, None] * hidden + columns[None, :],
-            mask=has_delta & mask[None, :],
-            other=0.0,
-        )
-        y = tl.where(has_delta, y + delta.to(tl.float32) * weight[:, None], y)
-    out = tl.sum(y, 0) * scale
-    tl.store(out_ptr + token * out_stride + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+        for k in tl.static_range(TOP_K):
+            state = tl.load(states_ptr + first + k)
+            has_delta |= (state >= 256).to(tl.int64) << k
+        has_delta &= local
+    out = tl.zeros([BLOCK_H], tl.float32)
+    for k in tl.static_range(TOP_K):
+        at = (first + k) * hidden + columns
+        is_local = (local >> k) % 2 != 0
+        y = tl.load(y_ptr + at, mask=mask & is_local, other=0.0).to(tl.float32)
+        if DELTA:
+            has = (has_delta >> k) % 2 != 0
+            delta = tl.load(delta_ptr + at, mask=mask & has, other=0.0).to(tl.float32)
+            weight = tl.load(topk_weights_ptr + first + k).to(tl.float32)
+            y = tl.where(has, y + delta * weight, y)
+        out += y
+    out = out * scale
+    out_ptrs = out_ptr + tl.program_id(0).to(tl.int64) * out_stride + columns
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -277,8 +277,8 @@ def run_finalize(
     finalize_kernel[(out.shape[0], triton.cdiv(hidden, block))](
         ws.y, ws.pair_row, out, delta_weights, ws.delta_down, ws.states[2],
         hidden, out.stride(0), scale, DELTA=delta_weights is not None,
-        TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), BLOCK_H=block,
-        num_warps=4, **_pdl(config),
+        TOP_K=top_k, BLOCK_H=block,
+        num_warps=2, **_pdl(config),
     )  # fmt: skip
 
 
