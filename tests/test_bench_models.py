@@ -10,7 +10,8 @@ import torch
 
 from moegraft.backends.triton.config import FusedConfig, GemmConfig
 from moegraft.backends.triton.device import INTERPRETER
-from moegraft.backends.triton.tiles import choose_config, config_of, config_ok, tuned_file
+from moegraft.backends.triton.tiles import choose_config, config_ok
+from moegraft.backends.triton.tuned_tiles import config_of, tuned_file
 from moegraft.bench import __main__ as module_cli
 from moegraft.bench import records, tune, tuned_table
 from moegraft.bench.cases import DecodeCase, make_case, random_layer, random_table

@@ -168,13 +168,13 @@ def tune(
 
     import torch
 
-    from moegraft.backends.triton.tiles import TUNED, tuned_file
+    from moegraft.backends.triton.tuned_tiles import FOLDER, tuned_file
     from moegraft.bench.report import tune_table
     from moegraft.bench.tune import run_tune
     from moegraft.bench.tuned_table import read_table, write_tuned
 
     name = torch.cuda.get_device_name()
-    path = out or TUNED / tuned_file(name)
+    path = out or FOLDER / tuned_file(name)
     read_table(path, name)
     found: list[records.Record] = []
     with progress() as say:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moegraft.backends.triton.tiles import load_tuned
+from moegraft.backends.triton.tuned_tiles import load_tuned
 from moegraft.bench import records
 from moegraft.errors import MoegraftError
 

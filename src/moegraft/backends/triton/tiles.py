@@ -5,21 +5,14 @@ Never depends on which adapters are live, so that base rows keep their bits what
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator
-from dataclasses import fields, replace
-from functools import cache
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 from moegraft.backends.triton.config import FusedConfig, GemmConfig, block_r
 from moegraft.backends.triton.device import DeviceFacts
+from moegraft.backends.triton.tuned_tiles import tuned_config
 from moegraft.problem import Problem
 
-TUNED = Path(__file__).parent / "tuned"
-#: Tuned entries serve token counts up to this factor away from theirs.
-MAX_TOKEN_FACTOR = 2.0
 #: Mean rows per expert up to which a block has 16, or 32 rows; 64 above.
 _ROWS_16, _ROWS_32 = 12, 28
 #: Up to this many pairs the delta's programs lead the GEMMs' launches: one token, and a few.
@@ -28,8 +21,8 @@ _ONE_TOKEN, _FEW_PAIRS = 12, 32
 
 def choose_config(problem: Problem, device: DeviceFacts) -> tuple[FusedConfig, str]:
     """Return the tiles for a problem and where they come from, in a few words."""
-    found = _tuned_config(problem, device)
-    if found is not None:
+    found = tuned_config(problem, device.name)
+    if found is not None and config_ok(found[0], problem, device):
         return found
     config = _by_rules(problem)
     while not config_ok(config, problem, device):
@@ -116,47 +109,3 @@ def _smaller(config: FusedConfig) -> FusedConfig:
         down=shrink(config.down),
         delta=shrink(config.delta),
     )
-
-
-@cache
-def load_tuned(device_name: str) -> tuple[dict[str, Any], ...]:
-    """Return the entries of a device's table, written by ``moegraft tune``; () without one."""
-    path = TUNED / tuned_file(device_name)
-    if not path.exists():
-        return ()
-    return tuple(json.loads(path.read_text())["entries"])
-
-
-def tuned_file(device_name: str) -> str:
-    """Return the file name of a device's table: ``NVIDIA H200`` is ``nvidia-h200.json``."""
-    words = "".join(c if c.isalnum() else " " for c in device_name.lower()).split()
-    return "-".join(words) + ".json"
-
-
-def config_of(document: dict[str, Any]) -> FusedConfig:
-    """Read tiles from their JSON form, as ``dataclasses.asdict`` writes them."""
-    values = dict(document)
-    for field in fields(FusedConfig):
-        if isinstance(values.get(field.name), dict):
-            values[field.name] = GemmConfig(**values[field.name])
-    return FusedConfig(**values)
-
-
-def _tuned_config(problem: Problem, device: DeviceFacts) -> tuple[FusedConfig, str] | None:
-    """Return the entry of the same shape whose rank and number of tokens are nearest."""
-    best: tuple[float, float, dict[str, Any]] | None = None
-    same = ("top_k", "num_experts", "hidden", "intermediate", "gated", "dtype", "weight_format")
-    for entry in load_tuned(device.name):
-        other = entry["problem"]
-        if any(other[name] != getattr(problem, name) for name in same):
-            continue
-        tokens = abs(math.log2(max(problem.num_tokens, 1) / other["num_tokens"]))
-        rank = abs(math.log2(max(problem.max_rank, 16) / max(other["max_rank"], 16)))
-        if tokens <= math.log2(MAX_TOKEN_FACTOR) and (best is None or (rank, tokens) < best[:2]):
-            best = (rank, tokens, entry)
-    if best is None:
-        return None
-    config = config_of(best[2]["config"])
-    if not config_ok(config, problem, device):
-        return None
-    return config, f"tiles tuned for T={best[2]['problem']['num_tokens']}"
