@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
 import torch
 
 from moegraft.adapters import AdapterBank, AdapterStore, BoundAdapter
 from moegraft.adapters.bank import BankMemory
-from moegraft.factors import PackedAdapter, pack_adapter
+from moegraft.factors import UNIT_BYTES, PackedAdapter, pack_adapter
 from moegraft.sites import expert_site, linear_site
 from moegraft.testing import assert_same_factors
 
@@ -69,3 +75,44 @@ def assert_nothing_left(store: AdapterStore) -> None:
     assert bank.memory.largest_free == bank.memory.arena
     for slot in range(bank.num_slots):
         assert_holds(bank, slot, None)
+
+
+def assert_sound(store: AdapterStore, slots_in_use: int | None = None) -> None:
+    """Regions don't overlap, free + used = capacity, every slot and region has the one owner."""
+    bank = bank_of(store)
+    held = store._residency.slots
+    regions = {slot: region for slot, region in enumerate(bank._regions) if region is not None}
+    ranges = sorted([(s, s + n) for s, n in regions.values() if n] + bank._free._free)
+    for (_, end), (start, _) in itertools.pairwise(ranges):
+        assert end <= start, f"ranges overlap: {ranges}"
+    assert sum(end - start for start, end in ranges) == bank._free.capacity, "orphan bytes"
+    for slot, entry in enumerate(held):
+        assert (entry is None) == (slot not in regions), f"slot {slot} has no owner or no region"
+        if entry is not None:
+            assert entry.slot == slot and regions[slot][1] * UNIT_BYTES == entry.packed.num_bytes
+            assert entry.users >= 0
+            assert not entry.retired or entry.users, f"slot {slot} is held by nobody"
+    for entry in store._entries.values():
+        assert entry.slot is None or held[entry.slot] is entry, f"{entry.name} is not in its slot"
+        assert not entry.retired
+    assert bank.memory.used == sum(e.packed.num_bytes for e in held if e is not None)
+    if slots_in_use is not None:
+        assert len(regions) == slots_in_use
+
+
+@contextmanager
+def failing_copy(step: int, after: bool) -> Iterator[None]:
+    """Within the block the copy number ``step`` raises, before or after it has copied."""
+    real, seen = torch.Tensor.copy_, itertools.count()
+
+    def copy_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        fails = next(seen) == step
+        if not fails or after:
+            real(self, *args, **kwargs)
+        if fails:
+            raise RuntimeError("injected: a copy fails")
+        return self
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", copy_)
+        yield

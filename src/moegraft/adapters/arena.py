@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 
 
 class FreeList:
@@ -21,6 +22,14 @@ class FreeList:
     def largest(self) -> int:
         """Units of the largest range: the largest allocation that would succeed now."""
         return max((end - start for start, end in self._free), default=0)
+
+    def largest_after(self, ranges: Iterable[tuple[int, int]]) -> int:
+        """Units of the largest range if these ``(start, units)`` were released; nothing changes."""
+        after = FreeList(0)
+        after._free = list(self._free)
+        for start, units in ranges:
+            after.release(start, units)
+        return after.largest
 
     def allocate(self, units: int) -> int | None:
         """Return the start of a free range of ``units``, or None when none is large enough.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +78,8 @@ class AdapterBank:
             self._empty = self._pinned(empty_row(self.layout))
             self.table = self._empty.repeat(num_slots, 1).to(self.device)
             self._ranks = self.layout.ranks(self._empty).repeat(num_slots, 1)
+        #: What the table holds, on the host: a flip that fails puts the old row back.
+        self._rows = [self._empty] * num_slots
         self._regions: list[tuple[int, int] | None] = [None] * num_slots
         units = (arena_bytes or 0) // UNIT_BYTES
         self._free = FreeList(units)
@@ -162,9 +164,16 @@ class AdapterBank:
                 f"{capacity:,}; attach with a larger arena_bytes.{self._why_frozen}"
             )
 
-    def has_room(self, packed: PackedAdapter) -> bool:
-        """True when the arena has, or may grow, a free range for the adapter."""
-        return self._may_grow or self._free.largest * UNIT_BYTES >= packed.num_bytes
+    def has_room(self, packed: PackedAdapter, freeing: Iterable[int] = ()) -> bool:
+        """True when the arena has, or may grow, a free range for the adapter.
+
+        Args:
+            packed: the adapter.
+            freeing: slots whose regions count as free.
+        """
+        regions = [region for slot in freeing if (region := self._regions[slot]) is not None]
+        largest = self._free.largest_after(regions) * UNIT_BYTES
+        return self._may_grow or largest >= packed.num_bytes
 
     def write(self, slot: int, name: str, packed: PackedAdapter) -> None:
         """Put an adapter into a slot: copy its factors to a new region, then flip the table row.
@@ -198,7 +207,16 @@ class AdapterBank:
         self._free_region(slot)
 
     def _flip(self, slot: int, row: torch.Tensor) -> None:
-        """Replace a slot's table row, for all layers by one copy; the host's ranks with it."""
+        """Replace a slot's table row; when that fails, put the old one back."""
+        try:
+            self._put(slot, row)
+        except BaseException:
+            self._put(slot, self._rows[slot])
+            raise
+        self._rows[slot] = row
+
+    def _put(self, slot: int, row: torch.Tensor) -> None:
+        """Copy a row into the table, for all layers at once; the host's ranks with it."""
         self.table[slot].copy_(row, non_blocking=True)
         self.order.after_write()
         self._ranks[slot].copy_(self.layout.ranks(row))

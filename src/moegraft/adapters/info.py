@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from moegraft.adapters.layouts import ReadOptions
 from moegraft.adapters.report import BindReport
-from moegraft.errors import AdapterError
+from moegraft.errors import AdapterError, shorten
 from moegraft.factors import PackedAdapter
 
 
@@ -18,8 +22,8 @@ class AdapterInfo:
 
     Attributes:
         name: its name.
-        version: a number that is never used twice; changes with every load, so caches keyed by it
-            never serve an older content.
+        version: a number that is never used twice; goes up with every load and update, so caches
+            keyed by it never serve an older content.
         checksum: hexadecimal digest of the factors and scales as served.
         report: how its tensors were bound.
         slot: the bank slot it is in, None when it is only on the host.
@@ -36,6 +40,24 @@ class AdapterInfo:
     pinned: bool
 
 
+@dataclass(frozen=True)
+class ReadAs:
+    """How an adapter was read, so that an update can be read the same way.
+
+    Attributes:
+        config: the JSON of its adapter_config, a copy of its own.
+        options: the caller's say; None = nothing was said.
+    """
+
+    config: Mapping[str, Any]
+    options: ReadOptions | None = None
+
+    @staticmethod
+    def of(config: Mapping[str, Any], options: ReadOptions | None) -> ReadAs:
+        """Keep a copy, so that a later change of the caller's config is not ours."""
+        return ReadAs(copy.deepcopy(dict(config)), options)
+
+
 def check_name(name: str) -> None:
     """Names are labels, never paths; keep them printable and short."""
     if not isinstance(name, str) or not name or len(name) > 256 or not name.isprintable():
@@ -49,6 +71,27 @@ def check_overflow(name: str, packed: PackedAdapter) -> None:
         raise AdapterError(
             f"Adapter {name!r} has {count} values beyond float16's range of 65504; load the model "
             "in bfloat16 or float32 to serve it."
+        )
+
+
+def check_covers(name: str, old: BindReport, new: BindReport) -> None:
+    """Refuse an update that leaves out places of the version that it replaces.
+
+    Raises:
+        AdapterError: a projection without a factor, or for fewer experts than before.
+    """
+    after = {(s.site, p): r.experts for s in new.sites for p, r in s.projections.items()}
+    lost = [
+        f"{site.site} ({projection}: {after.get((site.site, projection), 0)} of {report.experts})"
+        for site in old.sites
+        for projection, report in site.projections.items()
+        if after.get((site.site, projection), 0) < report.experts
+    ]
+    if lost:
+        raise AdapterError(
+            f"The update of {name!r} leaves out factors that the loaded version has: "
+            f"{shorten(lost)} (experts or places that are left). An update replaces all of an "
+            "adapter: give all its tensors. To make it another adapter, load() it."
         )
 
 

@@ -6,32 +6,22 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.bind import BoundAdapter
-from moegraft.adapters.info import AdapterInfo, check_name, check_overflow, checksum_of
-from moegraft.adapters.report import BindReport
+from moegraft.adapters.info import (
+    AdapterInfo,
+    ReadAs,
+    check_covers,
+    check_name,
+    check_overflow,
+    checksum_of,
+)
+from moegraft.adapters.residency import Entry, Residency
 from moegraft.errors import AdapterError
-from moegraft.factors import PackedAdapter, pack_adapter
-
-
-@dataclass
-class _Entry:
-    """A stored adapter's state; guarded by the store's lock."""
-
-    name: str
-    version: int
-    checksum: str
-    packed: PackedAdapter
-    report: BindReport
-    slot: int | None = None
-    pinned: bool = False
-    users: int = 0
-    last_use: int = 0
-    retired: bool = False
+from moegraft.factors import pack_adapter
 
 
 class AdapterStore:
@@ -48,40 +38,78 @@ class AdapterStore:
     def __init__(self, bank: AdapterBank) -> None:
         self._bank = bank
         self._lock = threading.RLock()
-        self._entries: dict[str, _Entry] = {}
-        self._slots: list[_Entry | None] = [None] * bank.num_slots
+        self._entries: dict[str, Entry] = {}
+        self._residency = Residency(bank)
         self._versions = itertools.count(1)
-        self._clock = itertools.count(1)
 
-    def add(self, name: str, bound: BoundAdapter) -> AdapterInfo:
+    def add(self, name: str, bound: BoundAdapter, read_as: ReadAs | None = None) -> AdapterInfo:
         """Store an adapter; an existing one of that name is replaced by a new version.
+
+        It comes into a slot at its next use; an older version that nobody uses leaves its slot now.
+
+        Args:
+            name: any printable label.
+            bound: its factors.
+            read_as: how they were read, for updates.
 
         Raises:
             AdapterError: a bad name, a rank over the bank's maximum, or values that the model's
                 dtype can't hold. Nothing has changed then.
         """
         check_name(name)
-        self._bank.check_rank(name, bound.report.max_rank)
-        pin = self._bank.device.type == "cuda"
-        packed = pack_adapter(bound.factors, self._bank.layout, self._bank.dtype, pin)
-        self._bank.check_fits(name, packed)
-        check_overflow(name, packed)
-        checksum = checksum_of(packed)
+        entry = self._new_entry(name, bound, read_as)
         with self._lock:
-            entry = _Entry(name, next(self._versions), checksum, packed, bound.report)
             old = self._entries.get(name)
             if old is not None:
                 entry.pinned = old.pinned
+                self._residency.retire(old)
+            entry.version = next(self._versions)
             self._entries[name] = entry
-            if old is not None:
-                self._retire(old)
+            return self._info(entry)
+
+    def update(self, name: str, bound: BoundAdapter, read_as: ReadAs | None = None) -> AdapterInfo:
+        """Replace a stored adapter's values, for all layers at once and where it is.
+
+        - In a slot that no running batch uses, the new version takes that slot before this
+          returns: its factors are copied to a free region, then one copy replaces the slot's table
+          row. A fixed arena without room for both gives up the old region first, then idle
+          adapters.
+        - In a slot that running batches use, these keep the old version to their end. The next
+          :meth:`use` brings the new one into another slot, free or evicted; while there is none,
+          :meth:`use` raises. The old slot is free when its last user is done.
+        - In no slot, the next :meth:`use` brings the new one into one.
+
+        The pin stays. Each use begins with the newest version, none changes it on the way.
+
+        Args:
+            name: the name of a stored adapter.
+            bound: its new factors; ranks, scales and values may differ.
+            read_as: how they were read; None = as the version before.
+
+        Raises:
+            AdapterError: an unknown name, fewer places than the version before, a rank over the
+                bank's maximum, values that the model's dtype can't hold, or an arena that has no
+                room for it. Nothing has changed then.
+        """
+        with self._lock:
+            self._entry(name)
+        entry = self._new_entry(name, bound, read_as)
+        with self._lock:
+            old = self._entry(name)
+            check_covers(name, old.report, entry.report)
+            entry.read_as = read_as or old.read_as
+            entry.pinned, entry.last_use = old.pinned, old.last_use
+            if old.slot is not None and not old.users:
+                self._residency.replace(old, entry)
+            self._residency.retire(old)
+            entry.version = next(self._versions)
+            self._entries[name] = entry
             return self._info(entry)
 
     def remove(self, name: str) -> None:
         """Forget an adapter: its name at once, its memory when no running batch uses it."""
         with self._lock:
-            entry = self._entry(name)
-            self._retire(entry)
+            self._residency.retire(self._entry(name))
             del self._entries[name]
 
     def pin(self, name: str, pinned: bool = True) -> None:
@@ -116,15 +144,16 @@ class AdapterStore:
         """
         with self._lock:
             entries = self._acquire(sorted({name for name in names if name is not None}))
-            self._bank.order.before_read()
         try:
+            with self._lock:
+                self._bank.order.before_read()
             yield {entry.name: entry.slot for entry in entries if entry.slot is not None}
         finally:
             with self._lock:
-                self._bank.order.after_read()
                 for entry in entries:
                     entry.users -= 1
-                    self._drop_if_done(entry)
+                self._bank.order.after_read()
+                self._residency.sweep()
 
     def freeze(self) -> None:
         """Let the bank's arena never move again, as graphs that hold its address need; once.
@@ -165,6 +194,11 @@ class AdapterStore:
         with self._lock:
             return self._info(self._entry(name))
 
+    def read_as(self, name: str) -> ReadAs | None:
+        """Return how an adapter was read, None if unknown; AdapterError for an unknown name."""
+        with self._lock:
+            return self._entry(name).read_as
+
     def infos(self) -> tuple[AdapterInfo, ...]:
         """Return all stored adapters, in the order of their names."""
         with self._lock:
@@ -178,7 +212,7 @@ class AdapterStore:
         with self._lock:
             return len(self._entries)
 
-    def _acquire(self, names: list[str]) -> list[_Entry]:
+    def _acquire(self, names: list[str]) -> list[Entry]:
         if len(names) > self._bank.num_slots:
             raise AdapterError(
                 f"The batch uses {len(names)} different adapters ({', '.join(names)}), the bank "
@@ -186,72 +220,19 @@ class AdapterStore:
                 "the batch."
             )
         entries = [self._entry(name) for name in names]
-        missing = [entry for entry in entries if entry.slot is None]
-        victims = self._victims(len(missing), keep=entries)
-        acquired: list[_Entry] = []
-        try:
-            for entry in entries:
-                entry.users += 1
-                acquired.append(entry)
-                entry.last_use = next(self._clock)
-                if entry.slot is None:
-                    self._place(entry, victims.pop(0), keep=entries)
-        except BaseException:
-            for entry in acquired:
-                entry.users -= 1
-            raise
+        self._residency.acquire(entries)
         return entries
 
-    def _evictable(self, keep: list[_Entry]) -> list[_Entry]:
-        """Resident adapters that nobody uses or pinned, the least recently used first."""
-        found = [
-            held
-            for held in self._slots
-            if held is not None and not held.users and not held.pinned and held not in keep
-        ]
-        return sorted(found, key=lambda entry: entry.last_use)
+    def _new_entry(self, name: str, bound: BoundAdapter, read_as: ReadAs | None) -> Entry:
+        """Pack and check an adapter; it gets its version when it takes the name."""
+        self._bank.check_rank(name, bound.report.max_rank)
+        pin = self._bank.device.type == "cuda"
+        packed = pack_adapter(bound.factors, self._bank.layout, self._bank.dtype, pin)
+        self._bank.check_fits(name, packed)
+        check_overflow(name, packed)
+        return Entry(name, 0, checksum_of(packed), packed, bound.report, read_as)
 
-    def _victims(self, count: int, keep: list[_Entry]) -> list[int]:
-        """Choose slots to fill: free ones first, then the least recently used."""
-        free = [slot for slot, held in enumerate(self._slots) if held is None]
-        chosen = free + [e.slot for e in self._evictable(keep) if e.slot is not None]
-        if len(chosen) < count:
-            raise AdapterError(
-                f"{count} adapters need a slot, but only {len(chosen)} of {self._bank.num_slots} "
-                "are free or evictable; the others are pinned or in use by running batches."
-            )
-        return chosen[:count]
-
-    def _place(self, entry: _Entry, slot: int, keep: list[_Entry]) -> None:
-        """Write an entry into a slot, evicting what is there; more, when the arena is full."""
-        held = self._slots[slot]
-        if held is not None:
-            self._vacate(held)
-        while not self._bank.has_room(entry.packed):
-            evictable = self._evictable(keep)
-            if not evictable:
-                break  # write() below says what is missing
-            self._vacate(evictable[0])
-        self._bank.write(slot, entry.name, entry.packed)
-        entry.slot = slot
-        self._slots[slot] = entry
-
-    def _vacate(self, entry: _Entry) -> None:
-        """Take an entry out of its slot; it stays on the host."""
-        assert entry.slot is not None
-        self._bank.clear(entry.slot)
-        self._slots[entry.slot] = None
-        entry.slot = None
-
-    def _retire(self, entry: _Entry) -> None:
-        entry.retired = True
-        self._drop_if_done(entry)
-
-    def _drop_if_done(self, entry: _Entry) -> None:
-        if entry.retired and not entry.users and entry.slot is not None:
-            self._vacate(entry)
-
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> Entry:
         if name not in self._entries:
             known = ", ".join(sorted(self._entries)) or "none"
             raise AdapterError(
@@ -259,7 +240,7 @@ class AdapterStore:
             )
         return self._entries[name]
 
-    def _info(self, entry: _Entry) -> AdapterInfo:
+    def _info(self, entry: Entry) -> AdapterInfo:
         return AdapterInfo(
             name=entry.name,
             version=entry.version,
