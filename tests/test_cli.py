@@ -137,6 +137,9 @@ def test_inspect_with_only_a_config(
     down = next(c for c in binding["coverage"] if c["place"].endswith("experts down"))
     assert (down["layers_text"], down["experts_text"]) == ("2/2", "4/4")
     assert (down["ranks"], down["scales"]) == ([3], [2.0])
+    memory = binding["memory"]
+    assert memory["num_bytes"] == memory["kinds"]["experts"] + memory["kinds"]["linear"] > 0
+    assert memory["dtype"] == "float32"
 
 
 def test_inspect_shows_partial_coverage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,13 +149,14 @@ def test_inspect_shows_partial_coverage(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["inspect", str(folder), "--model", str(model)]) == 0
     captured = capsys.readouterr()
     assert "2/4" in captured.out and "binds in full" in captured.out
+    assert re.search(r"In the bank it takes [\d,]+ bytes \(float32\)", captured.out)
     assert "Loading weights" not in captured.err
 
 
 def test_inspect_prints_the_whole_report_of_a_refusal(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("inspect", PEFT / "qwen3_moe" / "dora_attention", "--model", MODELS / "qwen3_moe")
     code, document = run_json(capsys, *arguments)
-    assert code == 2 and "DoRA" in document["error"]
+    assert code == 2 and "DoRA" in document["error"] and document["binding"]["memory"] is None
     assert 0 < document["binding"]["report"]["bound"] < document["binding"]["report"]["total"]
     assert main([*map(str, arguments)]) == 2
     captured = capsys.readouterr()

@@ -144,6 +144,26 @@ def empty_row(layout: TableLayout) -> torch.Tensor:
     return row
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Where an adapter's factors go: ``pieces`` are (offset, ``[entries, R, width]``, row stride).
+
+    ``elements`` is the length of the data, ``row`` the table row that points into it.
+    """
+
+    pieces: list[tuple[int, torch.Tensor, int]]
+    elements: int
+    row: torch.Tensor
+    max_rank: int
+
+
+def packed_bytes(
+    factors: Mapping[str, SiteFactors], layout: TableLayout, dtype: torch.dtype
+) -> int:
+    """Return ``num_bytes`` of :func:`pack_adapter` for the same arguments, without packing."""
+    return _plan(factors, layout, dtype).elements * dtype.itemsize
+
+
 def pack_adapter(
     factors: Mapping[str, SiteFactors],
     layout: TableLayout,
@@ -158,6 +178,17 @@ def pack_adapter(
         dtype: dtype of the arena; factors are cast once, here.
         pin_memory: put ``data`` in page-locked memory, for asynchronous copies to a GPU.
     """
+    plan = _plan(factors, layout, dtype)
+    data = torch.zeros(plan.elements, dtype=dtype, pin_memory=pin_memory)
+    for offset, matrix, row_stride in plan.pieces:
+        entries, rank, width = matrix.shape
+        view = data[offset : offset + entries * rank * row_stride].view(entries, rank, row_stride)
+        view[:, :, :width].copy_(matrix)
+    return PackedAdapter(data, plan.row, plan.max_rank)
+
+
+def _plan(factors: Mapping[str, SiteFactors], layout: TableLayout, dtype: torch.dtype) -> _Plan:
+    """Find every factor's place; AdapterError when one does not fit a site of ``layout``."""
     sizes = [0]
     pieces: list[tuple[int, torch.Tensor, int]] = []  # offset, [entries, R, width], row stride
 
@@ -204,9 +235,4 @@ def pack_adapter(
                 expert_map.copy_(torch.arange(site.num_experts, dtype=torch.int32))
             else:
                 expert_map.copy_(site_factors.expert_map)
-    data = torch.zeros(sizes[0], dtype=dtype, pin_memory=pin_memory)
-    for offset, matrix, row_stride in pieces:
-        entries, rank, width = matrix.shape
-        view = data[offset : offset + entries * rank * row_stride].view(entries, rank, row_stride)
-        view[:, :, :width].copy_(matrix)
-    return PackedAdapter(data, row, max_rank)
+    return _Plan(pieces, sizes[0], row, max_rank)

@@ -2,6 +2,8 @@
 
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.bind import BoundAdapter, bind, check_bound
+from moegraft.adapters.estimate import MemoryEstimate, estimate_bytes
+from moegraft.adapters.flat import FlatIndex, flat_tensors
 from moegraft.adapters.info import AdapterInfo
 from moegraft.adapters.layouts import ReadOptions
 from moegraft.adapters.read import AdapterSource, make_source, read_adapter
@@ -16,10 +18,14 @@ __all__ = [
     "AdapterStore",
     "BindReport",
     "BoundAdapter",
+    "FlatIndex",
+    "MemoryEstimate",
     "ModelSpec",
     "ReadOptions",
     "bind",
     "check_bound",
+    "estimate_bytes",
+    "flat_tensors",
     "make_source",
     "read_adapter",
 ]

@@ -88,7 +88,7 @@ def inspect(
 
 def _bind(source: Any, folder: Path, options: ReadOptions) -> dict[str, Any]:
     """Bind to the model of a config.json; JSON-ready."""
-    from moegraft.adapters import bind, check_bound
+    from moegraft.adapters import bind, check_bound, estimate_bytes
     from moegraft.adapters.bind import excusable, is_of_another_model
     from moegraft.cli.coverage import coverage
     from moegraft.errors import AdapterError
@@ -97,7 +97,8 @@ def _bind(source: Any, folder: Path, options: ReadOptions) -> dict[str, Any]:
     with quiet_libraries(), step(f"Building {folder} from its config, without weights"):
         host = meta_model(folder)
         spec = model_spec(host)
-    report = bind(source, spec, options).report
+    bound = bind(source, spec, options)
+    report = bound.report
     error = None
     try:
         check_bound(report, spec)
@@ -108,9 +109,11 @@ def _bind(source: Any, folder: Path, options: ReadOptions) -> dict[str, Any]:
         hint = "Was it trained for another model?"
     elif report.bound and excusable(report):
         hint = "To serve the rest, leave refused tensors out by name: --skip 'REGEX'."
+    dtype = next(host.parameters()).dtype
     return {
         "binds": error is None,
         "error": error,
+        "memory": estimate_bytes(bound, spec, dtype).to_dict() if error is None else None,
         "hint": hint,
         "model_class": type(host).__name__,
         "coverage": [
@@ -176,6 +179,9 @@ def _render_binding(console: Console, binding: dict[str, Any]) -> None:
         f"{report['bound']} of {count(report['total'], 'tensor')} can be bound{size}: the adapter "
         f"{verdict}.",
     )
+    memory = binding["memory"]
+    if memory:
+        console.print(f"  In the bank it takes {memory['num_bytes']:,} bytes ({memory['dtype']}).")
     if binding["hint"]:
         lines(console, [binding["hint"]])
 

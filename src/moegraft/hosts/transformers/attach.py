@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from moegraft.adapters import (
-    AdapterBank,
-    AdapterInfo,
-    AdapterSource,
-    AdapterStore,
-    BindReport,
-    ReadOptions,
-    bind,
-    check_bound,
-    make_source,
-    read_adapter,
-)
+from moegraft.adapters import AdapterBank, AdapterStore
 from moegraft.errors import MoegraftError, UnsupportedError
 from moegraft.graphs import GraphRunner
 from moegraft.hosts.transformers import experts as experts_host
 from moegraft.hosts.transformers.generate import Generation
+from moegraft.hosts.transformers.loading import Loading
 from moegraft.hosts.transformers.router import hook_router
 from moegraft.hosts.transformers.siblings import install_linears
 from moegraft.hosts.transformers.spec import model_spec
@@ -37,7 +26,7 @@ _ATTACHED = "_moegraft_graft"
 _HOOKED = "_moegraft_hooked"
 
 
-class Graft(Generation):
+class Graft(Loading, Generation):
     """A transformers model with adapters attached; made by :func:`attach`.
 
     The model's weights are never copied, merged or changed. Calling ``graft.model`` directly is
@@ -82,58 +71,6 @@ class Graft(Generation):
         self._install(backend, on_gpu if fuse_linears is None else fuse_linears)
         if on_gpu:
             self._use_graphs(GraphRunner)
-
-    def load(self, name: str, path: str | Path, options: ReadOptions | None = None) -> AdapterInfo:
-        """Read an adapter folder and make it available under a name.
-
-        A second load under the same name replaces the first by a new version; batches that are
-        running keep the old one to their end.
-
-        Args:
-            name: any printable label.
-            path: a PEFT adapter folder (``adapter_model.safetensors`` + ``adapter_config.json``).
-            options: the caller's say where the file leaves room for doubt.
-
-        Raises:
-            AdapterError: it can't be read, bound in full, or is over the bank's limits. Nothing
-                has changed then.
-        """
-        return self._add(name, read_adapter(path), options)
-
-    def load_tensors(
-        self,
-        name: str,
-        tensors: Mapping[str, torch.Tensor],
-        config: Mapping[str, Any],
-        options: ReadOptions | None = None,
-    ) -> AdapterInfo:
-        """Like :meth:`load`, from live tensors and the JSON of an adapter_config."""
-        return self._add(name, make_source(tensors, config, f"tensors for {name!r}"), options)
-
-    def _add(self, name: str, source: AdapterSource, options: ReadOptions | None) -> AdapterInfo:
-        self._check_attached()
-        bound = bind(source, self.spec, options)
-        check_bound(bound.report, self.spec)
-        return self.store.add(name, bound)
-
-    def check(self, path: str | Path, options: ReadOptions | None = None) -> BindReport:
-        """Report how an adapter folder would bind to this model, without loading it."""
-        return bind(read_adapter(path), self.spec, options).report
-
-    def unload(self, name: str) -> None:
-        """Forget an adapter and free its memory; AdapterError for an unknown name."""
-        self._check_attached()
-        self.store.remove(name)
-
-    def pin(self, name: str, pinned: bool = True) -> None:
-        """Keep an adapter resident, or let it be evicted again."""
-        self._check_attached()
-        self.store.pin(name, pinned)
-
-    @property
-    def adapters(self) -> tuple[AdapterInfo, ...]:
-        """All loaded adapters."""
-        return self.store.infos()
 
     def detach(self) -> None:
         """Restore the model exactly as it was; loaded adapters are dropped. Safe to call twice."""

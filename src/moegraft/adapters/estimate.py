@@ -1,0 +1,54 @@
+"""What an adapter will take in a bank, before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from moegraft.adapters.bind import BoundAdapter
+from moegraft.adapters.spec import ModelSpec
+from moegraft.factors import TableLayout, packed_bytes
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one adapter in a bank.
+
+    Attributes:
+        num_bytes: what it takes in the arena; :attr:`AdapterInfo.num_bytes` once it is loaded.
+        kinds: the same per kind of site that it changes: ``experts``, ``linear``, ``router``.
+        table_row: bytes of one slot's table row, which a slot takes whatever is in it.
+        dtype: dtype of the factors in the bank; the model's.
+    """
+
+    num_bytes: int
+    kinds: Mapping[str, int]
+    table_row: int
+    dtype: torch.dtype
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON-ready data."""
+        return {**asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
+
+
+def estimate_bytes(bound: BoundAdapter, spec: ModelSpec, dtype: torch.dtype) -> MemoryEstimate:
+    """Return exactly what an adapter takes in a bank, without packing it.
+
+    Args:
+        bound: the adapter's factors.
+        spec: the model it is bound to.
+        dtype: dtype of the bank's factors; the model's.
+
+    Raises:
+        AdapterError: a factor does not fit its site.
+    """
+    layout = TableLayout.of(spec.sites)
+    kinds: dict[str, int] = {}
+    for site in spec.sites:
+        if site.name in bound.factors:
+            num_bytes = packed_bytes({site.name: bound.factors[site.name]}, layout, dtype)
+            kinds[site.kind] = kinds.get(site.kind, 0) + num_bytes
+    return MemoryEstimate(sum(kinds.values()), kinds, layout.row_words * 8, dtype)

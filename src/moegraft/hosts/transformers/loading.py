@@ -1,0 +1,194 @@
+"""Loading, updating and unloading the adapters of a graft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moegraft.adapters import (
+    AdapterBank,
+    AdapterInfo,
+    AdapterSource,
+    AdapterStore,
+    BindReport,
+    BoundAdapter,
+    FlatIndex,
+    MemoryEstimate,
+    ModelSpec,
+    ReadOptions,
+    bind,
+    check_bound,
+    estimate_bytes,
+    flat_tensors,
+    make_source,
+    read_adapter,
+)
+from moegraft.adapters.bank import BankMemory
+from moegraft.adapters.info import ReadAs
+from moegraft.errors import AdapterError
+
+
+class Loading:
+    """The part of :class:`moegraft.hosts.transformers.attach.Graft` that holds adapters."""
+
+    spec: ModelSpec
+    store: AdapterStore
+    bank: AdapterBank
+
+    def load(self, name: str, path: str | Path, options: ReadOptions | None = None) -> AdapterInfo:
+        """Read an adapter folder and make it available under a name.
+
+        A second load under the same name replaces the first by a new version; batches that are
+        running keep the old one to their end.
+
+        Args:
+            name: any printable label.
+            path: a PEFT adapter folder (``adapter_model.safetensors`` + ``adapter_config.json``).
+            options: the caller's say where the file leaves room for doubt.
+
+        Raises:
+            AdapterError: it can't be read, bound in full, or is over the bank's limits. Nothing
+                has changed then.
+        """
+        return self._add(name, read_adapter(path), options)
+
+    def load_tensors(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        config: Mapping[str, Any],
+        options: ReadOptions | None = None,
+    ) -> AdapterInfo:
+        """Like :meth:`load`, from live tensors and the JSON of an adapter_config."""
+        return self._add(name, make_source(tensors, config, f"tensors for {name!r}"), options)
+
+    def load_flat(
+        self,
+        name: str,
+        buffer: torch.Tensor,
+        index: FlatIndex,
+        config: Mapping[str, Any],
+        options: ReadOptions | None = None,
+    ) -> AdapterInfo:
+        """Like :meth:`load_tensors`, from one buffer that holds all tensors.
+
+        Args:
+            name: any printable label.
+            buffer: 1-D and contiguous, on the CPU (read where it is, packed before this returns)
+                or on the model's device (brought to the CPU by one copy).
+            index: tensor name -> ``(offset, shape)`` or ``(offset, shape, dtype)``; see
+                :func:`moegraft.adapters.flat.flat_tensors`.
+            config: the JSON of an adapter_config.
+            options: the caller's say where names and shapes leave room for doubt.
+        """
+        return self.load_tensors(name, self._views(name, buffer, index), config, options)
+
+    def update(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        config: Mapping[str, Any] | None = None,
+        options: ReadOptions | None = None,
+    ) -> AdapterInfo:
+        """Replace the values of a loaded adapter, for all layers at once.
+
+        Batches that start after this returned use the new version, running ones keep theirs to
+        their end; :meth:`moegraft.adapters.AdapterStore.update` says when it takes which slot. No
+        graph is captured again, unless the update brings factors to a place of the model where no
+        adapter had any.
+
+        Args:
+            name: the name of a loaded adapter.
+            tensors: all its tensors, under the names of the load.
+            config: the JSON of an adapter_config; None = as it was loaded or last updated with.
+            options: None = as it was loaded or last updated with.
+
+        Raises:
+            AdapterError: an unknown name; tensors that can't be bound in full or are not finite;
+                places that the loaded version has and these lack; or the bank's limits. The old
+                version is served then as before.
+        """
+        self._check_attached()
+        before = self.store.read_as(name)
+        if config is None:
+            if before is None:
+                raise AdapterError(
+                    f"{name!r} was added to the store without its config: pass config= to update()."
+                )
+            config = before.config
+        if options is None and before is not None:
+            options = before.options
+        source = make_source(tensors, config, f"update of {name!r}")
+        return self.store.update(name, self._bound(source, options), ReadAs.of(config, options))
+
+    def update_flat(
+        self,
+        name: str,
+        buffer: torch.Tensor,
+        index: FlatIndex,
+        config: Mapping[str, Any] | None = None,
+        options: ReadOptions | None = None,
+    ) -> AdapterInfo:
+        """Like :meth:`update`, from one buffer as :meth:`load_flat` takes it."""
+        return self.update(name, self._views(name, buffer, index), config, options)
+
+    def check(self, path: str | Path, options: ReadOptions | None = None) -> BindReport:
+        """Report how an adapter folder would bind to this model, without loading it."""
+        return bind(read_adapter(path), self.spec, options).report
+
+    def memory_estimate(
+        self, source: str | Path | AdapterSource, options: ReadOptions | None = None
+    ) -> MemoryEstimate:
+        """Return exactly what an adapter would take in the bank, without loading it.
+
+        Args:
+            source: an adapter folder, or an adapter as read (:func:`moegraft.adapters.make_source`
+                for tensors in memory).
+            options: as for :meth:`load`.
+
+        Raises:
+            AdapterError: it can't be read or bound in full.
+        """
+        if not isinstance(source, AdapterSource):
+            source = read_adapter(source)
+        return estimate_bytes(self._bound(source, options), self.spec, self.bank.dtype)
+
+    @property
+    def memory(self) -> BankMemory:
+        """Bytes of the bank: the arena, what adapters take of it, its largest free range."""
+        return self.bank.memory
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter and free its memory; AdapterError for an unknown name."""
+        self._check_attached()
+        self.store.remove(name)
+
+    def pin(self, name: str, pinned: bool = True) -> None:
+        """Keep an adapter resident, or let it be evicted again."""
+        self._check_attached()
+        self.store.pin(name, pinned)
+
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """All loaded adapters."""
+        return self.store.infos()
+
+    def _add(self, name: str, source: AdapterSource, options: ReadOptions | None) -> AdapterInfo:
+        read_as = ReadAs.of(source.config.raw, options)
+        return self.store.add(name, self._bound(source, options), read_as)
+
+    def _bound(self, source: AdapterSource, options: ReadOptions | None) -> BoundAdapter:
+        """Bind a source in full."""
+        self._check_attached()
+        bound = bind(source, self.spec, options)
+        check_bound(bound.report, self.spec)
+        return bound
+
+    def _views(self, name: str, buffer: torch.Tensor, index: FlatIndex) -> dict[str, torch.Tensor]:
+        return flat_tensors(buffer, index, self.bank.device, f"the flat buffer for {name!r}")
+
+    def _check_attached(self) -> None:
+        raise NotImplementedError
