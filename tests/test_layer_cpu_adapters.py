@@ -118,6 +118,28 @@ def test_a_shared_outer_adapter_equals_its_expanded_copy(lora_method: str) -> No
     assert_close(one.run(), two.run(), torch.float32)
 
 
+@pytest.mark.parametrize("experts", [None, [2], [3, 0]], ids=str)
+@pytest.mark.parametrize("leaf", ["A", "B", "both"])
+def test_one_factor_serves_all_of_the_experts_that_the_adapter_has(
+    leaf: str, experts: Sequence[int] | None, lora_method: str
+) -> None:
+    site = expert_site("experts", 5, 24, 20)
+    plain = random_factors(site, 6, experts=experts)
+    once = SiteFactors(
+        {
+            name: LoraFactor(
+                f.lora_A if leaf == "B" else f.lora_A[:1],
+                f.lora_B if leaf == "A" else f.lora_B[:1],
+                f.scale,
+            )
+            for name, f in plain.projections.items()
+        },
+        plain.expert_map,
+    )
+    check(layer_case(12, [once, plain], [0, 1, -1]), lora_method)
+    check(layer_case(12, [once], [0]), lora_method)
+
+
 def test_the_up_delta_lands_in_the_up_half_in_every_order(lora_method: str) -> None:
     for order in ("gate_first", "up_first", "interleaved"):
         layout = WeightLayout(order)

@@ -24,7 +24,9 @@ from moegraft.testing import (
     assert_bit_equal,
     assert_case,
     layer_case,
+    random_factors,
 )
+from moegraft.types import LoraFactor, SiteFactors
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -53,6 +55,24 @@ def test_every_mode_matches_the_reference(layout: str, activation: str, mode: Mo
     layer = case.layer("triton", mode)
     assert layer.plan(*case.routing.topk_ids.shape).mode == mode
     assert_case(case, layer)
+
+
+@pytest.mark.parametrize("mode", ["in_kernel", "serial"])
+def test_one_factor_serves_all_of_the_experts_that_the_adapter_has(mode: Mode) -> None:
+    site = expert_site("experts", 5, 24, 20)
+    plain = [random_factors(site, 3, experts=experts) for experts in (None, [3, 0])]
+    once = [
+        SiteFactors(
+            {
+                name: LoraFactor(f.lora_A[:1], f.lora_B[:1], f.scale)
+                for name, f in factors.projections.items()
+            },
+            factors.expert_map,
+        )
+        for factors in plain
+    ]
+    case = layer_case(6, [*once, *plain], [-1, 0, 1, 2, 3])
+    assert_case(case, case.layer("triton", mode))
 
 
 def test_an_activation_of_the_hosts_own_runs_in_mode_serial_by_default() -> None:
