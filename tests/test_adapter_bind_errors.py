@@ -181,30 +181,6 @@ def test_a_module_with_two_names_is_one_place() -> None:
         bind(both, {"r": 2}, spec=spec)
 
 
-@pytest.mark.parametrize(
-    ("names", "shape_a", "shape_b"),
-    [
-        (("w1", "w2", "w3"), (4, 3, 24), (4, 16, 3)),
-        (("gate_up_proj", "down_proj"), (4, 3, 24), (4, 32, 3)),
-        (("gate_up_proj",), (1, 3, 24), (4, 32, 3)),
-        (("gate_proj", "up_proj", "down_proj"), (4, 3, 24), (4, 16, 3)),
-        (("gate_proj",), (3, 24), (16, 3)),
-    ],
-)
-def test_layouts_of_later_versions_are_refused_by_name(
-    names: tuple[str, ...], shape_a: tuple[int, ...], shape_b: tuple[int, ...]
-) -> None:
-    tensors = dict(tiny.tensors_of("peft/0.21.2/qwen3_moe/modules_to_save"))
-    del tensors["base_model.model.lm_head.weight"]
-    for name in names:
-        tensors[f"{LAYER}mlp.experts.{name}.lora_A.weight"] = torch.ones(shape_a)
-        tensors[f"{LAYER}mlp.experts.{name}.lora_B.weight"] = torch.ones(shape_b)
-    with pytest.raises(AdapterError, match=r"its expert layout .* is not read yet") as caught:
-        bind(tensors, {"r": 3})
-    assert f"{LAYER}mlp.experts.{names[0]}.lora_A.weight" in str(caught.value)
-    assert f"{2 * len(names)} of {len(tensors)} tensors" in str(caught.value)
-
-
 def test_a_rank_over_the_banks_maximum_is_refused(expected: BoundAdapter) -> None:
     spec = tiny.spec_of("qwen3_moe")
     store = AdapterStore(

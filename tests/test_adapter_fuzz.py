@@ -18,7 +18,7 @@ MODULES = st.sampled_from(
         "model.layers.0.mlp.experts.base_layer",
         "model.layers.0.mlp.experts.base_layer.base_layer",
         *(f"model.layers.0.mlp.experts.{e}.{p}_proj" for e in (0, 3, 4) for p in ("up", "down")),
-        "model.layers.0.mlp.experts.w1",
+        *(f"model.layers.0.mlp.experts.{n}" for n in ("w1", "w2", "up_proj", "gate_up_proj")),
         "model.layers.0.block_sparse_moe.experts.1.w1",
         "model.layers.0.mlp.gate",
         "model.layers.0.self_attn.q_proj",
@@ -56,7 +56,7 @@ FIELDS = st.sampled_from(
     [
         *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_parameters"),
         *("peft_version", "peft_type", "lora_B_layout", "auto_mapping", "layer_replication"),
-        *("init_lora_weights", "modules_to_save", "bias"),
+        *("init_lora_weights", "modules_to_save", "bias", "veomni_lora"),
     ]
 )
 CONFIGS = st.dictionaries(FIELDS, VALUES, max_size=6)
@@ -105,6 +105,20 @@ def test_any_keys_shapes_and_config_end_in_a_report_or_an_adapter_error(
     tensors: dict[str, torch.Tensor], config: dict[str, Any], options: ReadOptions
 ) -> None:
     try_to_load(tensors, config, options)
+
+
+@QUICK
+@example((4, 3, 24), (1, 32, 3), False, {})
+@given(SHAPES, SHAPES, st.booleans(), CONFIGS)
+def test_3d_factors_of_any_shape_and_config_end_in_a_report_or_an_adapter_error(
+    shape_a: tuple[int, ...], shape_b: tuple[int, ...], marked: bool, config: dict[str, Any]
+) -> None:
+    module = "model.layers.0.mlp.experts.gate_up_proj"
+    pair = {
+        f"{module}.lora_{x}": torch.ones(s) for x, s in zip("AB", (shape_a, shape_b), strict=True)
+    }
+    mark = {"veomni_lora": {"moe_mode": "shared"}} if marked else {}
+    try_to_load(pair, {**config, **mark}, ReadOptions())
 
 
 @QUICK

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moegraft.adapters import combine
 from moegraft.adapters.layouts import LAYOUTS, ReadOptions
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.report import BindReport, ProjectionReport, SiteReport
@@ -40,7 +41,8 @@ class BoundAdapter:
     """An adapter's canonical factors for one model, with the report of how they were found.
 
     Attributes:
-        factors: site name -> factors, as read (dtype of the file).
+        factors: site name -> factors, as read (dtype of the file); what is the same for all
+            experts is there once.
         report: what became of every tensor.
     """
 
@@ -73,19 +75,23 @@ def bind(
     used: set[str] = set()
     for layout in LAYOUTS:
         result = layout.read(source, pending, spec, options)
-        clash = sorted(set(result.factors) & set(factors))
+        clash = combine.clash(factors, result.factors)
         if clash:
-            reason = f"{clash[0]} already has factors in another layout of the same file"
+            reason = f"{clash} already has factors in another layout of the same file"
             refused.update(dict.fromkeys(result.used | set(result.refused), reason))
         else:
-            factors.update(result.factors)
-            experts.update(result.experts)
+            for name, found in result.factors.items():
+                factors[name] = combine.merged(factors[name], found) if name in factors else found
+            for name, counts in result.experts.items():
+                experts.setdefault(name, {}).update(counts)
             used |= result.used
             refused.update(result.refused)
             notes += result.notes
             if result.evidence:
                 layouts[layout.name] = result.evidence
         pending -= result.used | set(result.refused)
+    factors, copies = combine.store_equal_copies_once(factors)
+    notes += copies
     times = Counter(source.keys.values())
     for key in source.tensors:
         if key in pending:
@@ -197,7 +203,8 @@ def _why_left(source: AdapterSource, spec: ModelSpec, key: str) -> str:
     if ".experts." in f"{path}." and spec.resolve_experts(
         path.partition(".experts")[0] + ".experts"
     ):
-        return f"its expert layout ({source.tensors[key].dim()}-D per projection) is not read yet"
+        shape = tuple(source.tensors[key].shape)
+        return f"no layout reads a {parsed.leaf} of shape {shape} under this name of the experts"
     return spec.why_not(path)
 
 

@@ -35,7 +35,7 @@ class SiteReport:
         kind: ``experts``, ``linear`` or ``router``.
         num_experts: experts the site has.
         projections: name -> what was bound.
-        num_bytes: bytes of the factors as read.
+        num_bytes: bytes of the factors in the file's dtype, equal copies counted once.
     """
 
     site: str
@@ -77,7 +77,7 @@ class BindReport:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all bound factors as read."""
+        """Bytes of all bound factors, see :class:`SiteReport`."""
         return sum(site.num_bytes for site in self.sites)
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from moegraft.adapters.read import AdapterSource
 from moegraft.errors import count
 
 _EXPERT = re.compile(r"^(?P<module>.*\bexperts)\.(?P<expert>\d+)\.(?P<projection>\w+)$")
+_STACKED = re.compile(
+    r"^(?P<module>.*\bexperts)\.(?P<projection>w[123]|(gate|up|down|gate_up)_proj)$"
+)
 _FUSED = re.compile(r"^(?P<module>.*\bexperts)(?P<wraps>(\.base_layer)*)$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -41,6 +44,7 @@ def config_facts(source: AdapterSource) -> dict[str, Any]:
         "modules_to_save": raw.get("modules_to_save"),
         "bias": raw.get("bias"),
         "lora_B_layout": raw.get("lora_B_layout"),
+        "veomni_lora": raw.get("veomni_lora"),
     }
     kept = ("use_rslora", "use_dora")
     return {name: value for name, value in facts.items() if value or name in kept}
@@ -77,6 +81,7 @@ def guesses(source: AdapterSource) -> list[str]:
         span = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
         found.append(f"{count(len(layers), 'layer')} with tensors ({span})")
     found += _guess_per_expert(source)
+    found += _guess_per_projection(source)
     found += _guess_fused(source)
     if not _has_experts(source):
         found.append("no tensor is on experts: attention, routers or dense layers only")
@@ -98,6 +103,25 @@ def _guess_per_expert(source: AdapterSource) -> list[str]:
         f"({', '.join(sorted(projections))}), "
         f"the model has at least {max(experts) + 1}"
     ]
+
+
+def _guess_per_projection(source: AdapterSource) -> list[str]:
+    """Guess from factors of whole experts modules, named by projection: experts and sharing."""
+    experts: dict[str, set[int]] = {}
+    for name, key in source.keys.items():
+        match = _STACKED.match(key.module)
+        if match and key.leaf in ("lora_A", "lora_B"):
+            shape = source.tensors[name].shape
+            sizes = experts.setdefault(f"{match['projection']}.{key.leaf}", set())
+            sizes.add(shape[0] if len(shape) == 3 else 1)
+    if not experts:
+        return []
+    num_experts = max(size for sizes in experts.values() for size in sizes)
+    shared = sorted(name for name, sizes in experts.items() if sizes == {1})
+    projections = sorted({name.partition(".")[0] for name in experts})
+    behind = f", for all experts at once: {', '.join(shared)}" if shared else ""
+    size = count(num_experts, "expert") if num_experts > 1 else "number of experts unknown"
+    return [f"one factor pair per projection ({', '.join(projections)}): {size}{behind}"]
 
 
 def _guess_fused(source: AdapterSource) -> list[str]:

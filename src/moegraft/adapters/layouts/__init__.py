@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from moegraft.adapters.layouts import linear, peft_fused, per_expert
+from moegraft.adapters.layouts import linear, peft_fused, per_expert, per_projection
 from moegraft.adapters.layouts.base import Layout, LayoutResult, ReadOptions
 
 #: Each takes the keys it understands and leaves the rest to the next.
 LAYOUTS: tuple[Layout, ...] = (
     peft_fused.PeftFused(),
     per_expert.PerExpert(),
+    per_projection.PerProjection(),
     linear.DenseLinear(),
 )
 

@@ -13,6 +13,7 @@ import re
 import torch
 
 from moegraft.adapters.layouts.base import (
+    EXPERT_NAMES,
     LayoutResult,
     ReadOptions,
     missing_partner,
@@ -26,14 +27,6 @@ from moegraft.sites import Site
 from moegraft.types import LoraFactor, SiteFactors
 
 _PATH = re.compile(r"^(?P<experts>.*\bexperts)\.(?P<expert>\d{1,9})\.(?P<projection>\w+)$")
-_NAMES = {
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-    "w1": "gate",
-    "w3": "up",
-    "w2": "down",
-}
 
 #: (A, B, scale) of one expert's projection.
 _Entry = tuple[torch.Tensor, torch.Tensor, float]
@@ -57,7 +50,7 @@ class PerExpert:
             if match is None or site is None:
                 continue
             keys = [key for key, _ in parts.values()]
-            expert, name = int(match["expert"]), _NAMES.get(match["projection"], "")
+            expert, name = int(match["expert"]), EXPERT_NAMES.get(match["projection"], "")
             problem = _problem(site, expert, name, match["projection"], parts)
             entries = found.setdefault(site.name, {}).setdefault(name, {})
             if not problem and expert in entries:
