@@ -237,6 +237,15 @@ def test_copies_that_differ_in_one_bit_are_kept_apart(dtype: torch.dtype) -> Non
         assert not bound.report.notes
 
 
+def test_factors_before_training_take_as_much_as_after_it() -> None:
+    site, spec = experts_of("qwen3_moe"), tiny.spec_of("qwen3_moe")
+    pairs = random_pairs(site)
+    fresh = {name: (a, torch.zeros_like(b)) for name, (a, b) in pairs.items()}
+    for form in (stacked_form, per_expert_form):
+        before, after = (bound_to(spec, form(site, p)).report for p in (fresh, pairs))
+        assert before.num_bytes == after.num_bytes and not before.notes
+
+
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
 def test_a_shared_outer_file_serves_rows_as_the_merged_model(model: str) -> None:
     graft = moegraft.attach(tiny.new_model(model), max_adapters=2)

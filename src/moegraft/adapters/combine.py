@@ -53,6 +53,9 @@ def store_equal_copies_once(
 ) -> tuple[dict[str, SiteFactors], list[str]]:
     """Give factors whose experts are all equal, bit for bit, an expert dimension of 1.
 
+    Zeros are left as they are: they are factors before training, and an update would no longer fit
+    the arena that was planned with them.
+
     Returns:
         site name -> factors, and a note per kind of factor of which copies were found. What an
         expert reads keeps its bits, and a gate and an up with the very same A keep that.
@@ -83,9 +86,11 @@ def _once(factors: SiteFactors, found: Counter[tuple[str, str]]) -> SiteFactors:
 
 
 def _all_equal(tensor: torch.Tensor) -> bool:
-    """True when all entries of ``[n, ..]``, n > 1, have the same bits (0.0 is not -0.0)."""
+    """True when all entries of ``[n, ..]``, n > 1, have the same bits, not all of them 0."""
     if tensor.shape[0] < 2:
         return False
     bits = tensor.view(_BITS[tensor.element_size()])
     # Experts of a trained adapter differ, so the first two nearly always decide.
-    return torch.equal(bits[0], bits[1]) and bool((bits[1:] == bits[0]).all())
+    if not torch.equal(bits[0], bits[1]):
+        return False
+    return bool((bits[1:] == bits[0]).all()) and bool(bits[0].any())
