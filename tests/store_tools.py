@@ -101,12 +101,23 @@ def assert_sound(store: AdapterStore, slots_in_use: int | None = None) -> None:
 
 
 @contextmanager
-def failing_copy(step: int, after: bool) -> Iterator[None]:
-    """Within the block the copy number ``step`` raises, before or after it has copied."""
+def failing_copy(step: int, after: bool = False, bank: AdapterBank | None = None) -> Iterator[None]:
+    """Within the block the copy number ``step`` raises, before or after it has copied.
+
+    ``bank``: only copies into its memory count.
+    """
     real, seen = torch.Tensor.copy_, itertools.count()
 
+    def counts(target: torch.Tensor) -> bool:
+        if bank is None:
+            return True
+        places = (bank.table, bank._ranks, bank._arena.data)
+        return target.untyped_storage().data_ptr() in [
+            p.untyped_storage().data_ptr() for p in places
+        ]
+
     def copy_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        fails = next(seen) == step
+        fails = counts(self) and next(seen) == step
         if not fails or after:
             real(self, *args, **kwargs)
         if fails:

@@ -45,10 +45,11 @@ def estimate_bytes(bound: BoundAdapter, spec: ModelSpec, dtype: torch.dtype) -> 
     Raises:
         AdapterError: a factor does not fit its site.
     """
-    layout = TableLayout.of(spec.sites)
     kinds: dict[str, int] = {}
     for site in spec.sites:
         if site.name in bound.factors:
-            num_bytes = packed_bytes({site.name: bound.factors[site.name]}, layout, dtype)
+            factors = {site.name: bound.factors[site.name]}
+            num_bytes = packed_bytes(factors, TableLayout.of([site]), dtype)
             kinds[site.kind] = kinds.get(site.kind, 0) + num_bytes
-    return MemoryEstimate(sum(kinds.values()), kinds, layout.row_words * 8, dtype)
+    row_bytes = TableLayout.of(spec.sites).row_words * 8
+    return MemoryEstimate(sum(kinds.values()), kinds, row_bytes, dtype)

@@ -85,7 +85,7 @@ class Residency:
         """Let an entry leave its slot: now, or with its last user. On error nothing has changed."""
         if entry.slot is not None and not entry.users:
             self._vacate(entry)
-        entry.retired, entry.pinned = True, False
+        entry.retired = True
 
     def replace(self, old: Entry, new: Entry) -> None:
         """Put a new version into the slot of an old one that nobody uses.
