@@ -17,7 +17,7 @@ from moegraft.errors import AdapterError, MoegraftError
 from moegraft.hosts.transformers import Graft
 from moegraft.testing import assert_bit_equal
 from test_host_lifecycle import A, B, C, assert_generates, at_step, sequences_of
-from tiny_grafts import generate, load_cases, new_graft, prompts
+from tiny_grafts import generate, greedy, load_cases, new_graft, prompts, static_graft
 
 
 @pytest.fixture
@@ -84,6 +84,41 @@ def test_a_running_batch_keeps_the_version_that_an_update_replaces(graft: Graft)
     graft.load_tensors("five", changed(A, 5), tiny.config_of(A))
     new = graft.forward(**inputs, adapters=[A, None]).logits
     assert_bit_equal(graft.forward(**inputs, adapters=["five", None]).logits, new)
+
+
+def test_a_decoder_serves_an_update_from_its_next_prompt_on() -> None:
+    graft = static_graft(max_adapters=1)
+    inputs = prompts(1)
+    graft.load_tensors("five", changed(A, 5), tiny.config_of(A))
+    old, new = greedy(graft, inputs, A, 6), greedy(graft, inputs, "five", 6)
+    assert not torch.equal(old, new)
+    decoder = graft.decoder(1, 13)
+    decoder.prefill(inputs["input_ids"], A, inputs["attention_mask"])
+    sites = graft.bank.sites_version
+    graft.update(A, changed(A, 5))
+    assert torch.equal(decoder.run(5), old)
+    decoder.prefill(inputs["input_ids"], A, inputs["attention_mask"])
+    assert torch.equal(decoder.run(5), new)
+    assert graft.bank.sites_version == sites  # nothing to capture again
+    graft.detach()
+
+
+def test_an_update_while_a_decoder_reads_its_prompt_waits_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graft, inputs = static_graft(max_adapters=2), prompts(1)
+    old = greedy(graft, inputs, A, 6)
+    decoder = graft.decoder(1, 13)
+    reset = decoder._decode.reset
+
+    def update_first() -> None:  # as another thread might
+        graft.update(A, changed(A, 5))
+        reset()
+
+    monkeypatch.setattr(decoder._decode, "reset", update_first)
+    decoder.prefill(inputs["input_ids"], A, inputs["attention_mask"])
+    assert torch.equal(decoder.run(5), old)
+    graft.detach()
 
 
 def test_a_failed_update_keeps_the_old_version_serving(graft: Graft) -> None:

@@ -72,6 +72,33 @@ def test_threads_that_load_use_and_unload_one_name_see_whole_adapters_only() -> 
     assert_nothing_left(store)
 
 
+def test_threads_that_update_and_use_one_name_see_whole_versions_in_order() -> None:
+    store = make_store(9)
+    store.add("policy", constant_adapter(SITES, 1.0))
+    served: dict[int, float] = {store.info("policy").version: 1.0}
+
+    def work(i: int) -> None:
+        seen = 0
+        for step in range(15):
+            if i < 2:
+                value = float(2 + i * 100 + step)
+                info = store.update("policy", constant_adapter(SITES, value, rank=1 + step % 3))
+                served[info.version] = value
+                assert info.version > seen
+                seen = info.version
+            else:
+                with store.use(["policy"]) as slots:
+                    first = _value_in(store, slots["policy"])
+                    assert _value_in(store, slots["policy"]) == first
+
+    _run_threads(work)
+    newest = max(served)
+    assert store.info("policy").version == newest and len(served) == 31
+    with store.use(["policy"]) as slots:
+        assert _value_in(store, slots["policy"]) == served[newest]
+    assert_nothing_left(store)
+
+
 def test_threads_with_names_of_their_own_always_get_their_own_adapter() -> None:
     store = make_store(8)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from moegraft.adapters import AdapterStore
-from moegraft.adapters.batch import normalise_rows, slots_of
+from moegraft.adapters.batch import RowSlots, normalise_rows, slots_of
 from moegraft.errors import MoegraftError, UnsupportedError
 from moegraft.graphs import StepRunner
 from moegraft.hosts.transformers.decode import StaticDecode
@@ -19,7 +19,6 @@ from moegraft.types import TokenSlots
 
 #: Caches are multiples of this many tokens: attention kernels want aligned masks.
 _CACHE_STEP = 64
-Rows = Callable[[str | Sequence[str | None] | None, int], AbstractContextManager[None]]
 
 
 class Decoder:
@@ -46,7 +45,7 @@ class Decoder:
         model: Any,
         state: StepState,
         store: AdapterStore,
-        rows: Rows,
+        check_attached: Callable[[], None],
         batch_size: int,
         max_length: int,
         runner: type[StepRunner],
@@ -63,7 +62,7 @@ class Decoder:
         self.max_length = max_length
         self._model = model
         self._store = store
-        self._rows = rows
+        self._check_attached = check_attached
         self._state = state
         width = -(-max_length // _CACHE_STEP) * _CACHE_STEP
         self._decode = StaticDecode(model, state, store, batch_size, width, runner)
@@ -103,6 +102,7 @@ class Decoder:
             AdapterError: as of ``graft.generate``.
             MoegraftError: other rows than the decoder's, or a prompt without room for a token.
         """
+        self._check_attached()
         rows, length = input_ids.shape
         if rows != self.batch_size or not 0 < length < self.max_length:
             raise MoegraftError(
@@ -115,11 +115,12 @@ class Decoder:
         self.close()
         with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
             slot_of = stack.enter_context(self._store.use(names))
-            slots = TokenSlots.of(list(slots_of(names, slot_of)), device)
+            of_rows = RowSlots(slots_of(names, slot_of), device)
+            slots = TokenSlots.of(list(of_rows.slots), device)
             self._decode.reset()
             ids, mask = input_ids.to(device), mask.to(device)
             positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-            with self._rows(adapters, rows):
+            with self._state.use_rows(of_rows):  # of the same versions as the steps
                 logits = self._prompt_logits(ids, mask, positions)
             self._seen.zero_()
             self._seen[:, :length] = mask.bool()

@@ -92,8 +92,9 @@ class Generation:
         if graphs and self._graphed is None:
             raise UnsupportedError("decoder(graphs=True): the model is not on a GPU.")
         runner = self._graphed.runner if graphs and self._graphed is not None else StepRunner
+        check = self._check_attached
         decoder = Decoder(
-            self.model, self._state, self.store, self.rows, batch_size, max_length, runner
+            self.model, self._state, self.store, check, batch_size, max_length, runner
         )
         self._decoders.add(decoder)
         return decoder
