@@ -96,3 +96,27 @@ def test_a_captured_batch_has_a_delta_where_any_adapter_ever_had_one() -> None:
     bank.clear(0)
     assert bank.sites_version == before
     assert [table.has_delta(captured) for table in tables] == [False, True, False]
+
+
+def test_updates_move_nothing_that_a_graph_holds() -> None:
+    store = make_store(2)
+    names = [site.name for site in SITES]
+    part = random_adapter(SITES[:1], 6, seed=0)
+    store.add("a", part)
+    with store.use(["a"]):
+        pass
+    store.freeze()
+    bank = bank_of(store)
+    tables = [bank.site_table(name) for name in names]
+    before = (bank.sites_version, bank.table.data_ptr(), tables[0].arena.data.data_ptr())
+    for seed in range(20):
+        store.update("a", random_adapter(SITES[:1], 1 + seed % 6, seed=seed))
+        with store.use(["a"]) as slots:
+            assert slots["a"] == 0
+    assert (bank.sites_version, bank.table.data_ptr(), tables[0].arena.data.data_ptr()) == before
+    last = store.info("a")
+    with pytest.raises(AdapterError, match=r"whole arena has .*CUDA graphs hold its address"):
+        store.update("a", random_adapter(SITES[:1], 16, seed=1))
+    assert store.info("a") == last
+    store.update("a", random_adapter(SITES[:2], 1, seed=2))  # a site that never had an adapter
+    assert bank.sites_version > before[0] and tables[1].ever_used

@@ -76,7 +76,8 @@ class AdapterStore:
           adapters.
         - In a slot that running batches use, these keep the old version to their end. The next
           :meth:`use` brings the new one into another slot, free or evicted; while there is none,
-          :meth:`use` raises. The old slot is free when its last user is done.
+          or no room in a fixed arena, :meth:`use` raises. The old slot is free when its last user
+          is done.
         - In no slot, the next :meth:`use` brings the new one into one.
 
         The pin stays. Each use begins with the newest version, none changes it on the way.
