@@ -13,8 +13,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 from the start", allow_module_level=True)
 
 from cpu_layer import mixed_adapters
+from moegraft.backends import triton as backend
+from moegraft.backends.triton import device
+from moegraft.backends.triton.device import DeviceFacts
 from moegraft.call import Mode
 from moegraft.errors import PlanError
+from moegraft.problem import Problem
 from moegraft.sites import expert_site
 from moegraft.streams import beside
 from moegraft.testing import (
@@ -90,6 +94,27 @@ def test_an_activation_of_the_hosts_own_runs_in_mode_serial_by_default() -> None
 def test_fused_modes_refuse_an_activation_that_is_a_function(mode: Mode) -> None:
     with pytest.raises(PlanError, match="activation given as a function"):
         case_of("gate_first", "custom").layer("triton", mode)
+
+
+@pytest.mark.parametrize(
+    ("capability", "mode", "overlaps"),
+    [
+        (90, None, True),
+        (90, "in_kernel", True),
+        (90, "fused_serial", False),
+        (90, "two_stream", False),
+        (80, None, False),
+        (80, "base", False),
+    ],
+)
+def test_few_tokens_merge_the_delta_into_a_gemm_only_where_launches_overlap(
+    monkeypatch: pytest.MonkeyPatch, capability: int, mode: Mode | None, overlaps: bool
+) -> None:
+    facts = DeviceFacts("GPU", capability, 132, 232_448)
+    monkeypatch.setattr(device, "device_facts", lambda: facts)
+    problem = Problem(1, 8, 128, 2048, 768, True, "bfloat16", "unquantized", "cuda", 16)
+    config = backend.choose(problem, mode).run.keywords["config"]
+    assert (config.pdl, config.merged) == (overlaps, overlaps)
 
 
 def test_the_plan_says_when_two_stream_runs_on_one() -> None:

@@ -229,14 +229,14 @@ def start_config(problem: Problem) -> FusedConfig:
     """Return the tiles that the backend would choose, as its default mode runs them."""
     facts = device_facts()
     config, _ = choose_config(problem, facts)
-    return dataclasses.replace(config, pdl=facts.has_dependent_launch)
+    return config.overlapping(facts.has_dependent_launch)
 
 
 def _allowed_near(config: FusedConfig, problem: Problem, wide: bool) -> Iterator[FusedConfig]:
     """Yield what fits the device: neighbours, then with ``wide`` all that the backend proposes."""
     facts = device_facts()
     for near in neighbours(config):
-        if config_ok(near, problem, facts):
+        if near == near.overlapping(near.pdl) and config_ok(near, problem, facts):
             yield near
     for proposed in candidates(problem, facts) if wide else ():
-        yield dataclasses.replace(proposed, pdl=config.pdl)
+        yield proposed.overlapping(config.pdl)

@@ -9,7 +9,6 @@ launch, :mod:`.tiles` what tiles they get. Each kernel file says which stages it
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -64,9 +63,9 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     if mode is None:
         fused: Mode = "in_kernel" if facts.has_dependent_launch else "fused_serial"
         mode = "serial" if custom else fused
+    stages = TritonStages(config.overlapping(False))
     pdl = facts.has_dependent_launch and mode in ("in_kernel", "base") and not custom
-    config = replace(config, pdl=pdl)
-    stages = TritonStages(replace(config, pdl=False))
+    config = config.overlapping(pdl)
     run: LayerRun = partial(run_layer, config=config)
     if custom or mode in ("two_stream", "serial"):
         run = partial(run_unfused, config=config, two_stream=mode == "two_stream")

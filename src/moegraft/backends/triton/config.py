@@ -57,6 +57,10 @@ class FusedConfig:
         """Return the ranges of columns of the delta of gate and up, or of down."""
         return self.down_splits if down else self.gate_up_splits
 
-    def serial(self) -> FusedConfig:
-        """Return the same tiles with every launch behind the one before; equal bits."""
-        return replace(self, merged=False, pdl=False)
+    def overlapping(self, pdl: bool) -> FusedConfig:
+        """Return the same tiles with dependent launch or without it; equal bits.
+
+        Without it no program waits for another one, so none may need what a program of its own
+        launch computes: the delta is a launch before the GEMM's.
+        """
+        return replace(self, merged=self.merged and pdl, pdl=pdl)

@@ -61,7 +61,7 @@ def _run(call: RoutedCall, first_pair: int = 0) -> None:
     config = _config(Problem.of(weights, num_tokens, top_k))
     if call.lora_ready or not call.pdl:
         # Events stand for the completion of launches, and a dependent one may start before that.
-        config = replace(config, pdl=False)
+        config = config.overlapping(False)
     ws = make_workspace(weights, num_tokens * top_k, config.block_m, lora=False)
     if call.h is not None:
         ws = replace(ws, h=call.h.zero_())
@@ -98,4 +98,4 @@ def _record(call: RoutedCall, device: torch.device) -> None:
 def _config(problem: Problem) -> FusedConfig:
     facts = device_facts()
     config, _ = choose_config(problem, facts)
-    return replace(config, pdl=facts.has_dependent_launch)
+    return config.overlapping(facts.has_dependent_launch)

@@ -67,7 +67,7 @@ def run_unfused(
     Returns:
         ``[T, H]`` in x's dtype.
     """
-    config = replace(config, pdl=False)
+    config = config.overlapping(False)
     call = prepared(call)
     if call.topk_ids.numel() > MAX_PAIRS:
         return in_pieces(call, lambda piece: run_unfused(piece, config, two_stream, max_tokens))
