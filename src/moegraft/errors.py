@@ -35,3 +35,15 @@ def shorten(names: list[str], limit: int = 4) -> str:
 def count(number: int, noun: str) -> str:
     """Return a number and its noun, as ``1 tensor`` or ``2 tensors``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """Return a value from outside as one short line: quoted, escaped, cut to ``limit``."""
+    if isinstance(value, str):
+        value = value[:limit] + "..." if len(value) > limit else value
+        return repr(value)
+    try:
+        text = ascii(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, a list within itself
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from moegraft.adapters.config import AdapterConfig
+from moegraft.adapters.file_policy import DEFAULT_POLICY, FilePolicy
+from moegraft.adapters.header import STORED_DTYPES, check_tensor_name, wrong_dtype
 from moegraft.adapters.keys import AdapterKey, parse_key
-from moegraft.errors import AdapterError, shorten
+from moegraft.adapters.safe_open import check_inside, open_regular, path_text
+from moegraft.adapters.strict_json import check_depth, parse_json
+from moegraft.adapters.tensor_file import read_tensors
+from moegraft.errors import AdapterError, shorten, shown
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "adapter_model.ckpt")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = frozenset(STORED_DTYPES.values())
 
 
 @dataclass(frozen=True)
@@ -38,32 +41,43 @@ class AdapterSource:
     origin: str
 
 
-def read_adapter(path: str | Path) -> AdapterSource:
+def read_adapter(path: str | Path, policy: FilePolicy = DEFAULT_POLICY) -> AdapterSource:
     """Read an adapter folder (or its safetensors file, with the config beside it).
 
+    Args:
+        path: where it is; relative ones are relative to the current folder, as everywhere.
+        policy: where adapters may lie, and limits for what files claim.
+
     Raises:
-        AdapterError: nothing there, a pickle file, a damaged file, bad values or a bad config.
+        AdapterError: nothing there, outside of the allowed root, a pickle file, a damaged or
+            hostile file, bad values or a bad config.
     """
+    if not isinstance(path, (str, Path)):
+        raise AdapterError(f"{shown(path)} is no path of an adapter; give a text or a Path.")
     path = Path(path)
+    check_inside(path, policy)
     folder = path if path.is_dir() else path.parent
     weights = path / WEIGHTS_FILE if path.is_dir() else path
     if weights.suffix in (".bin", ".pt", ".pth", ".ckpt"):
         raise _pickle_error(weights)
-    if not weights.is_file():
+    if not _exists(weights):
         for name in _PICKLES:
             if path.is_dir() and (path / name).is_file():
                 raise _pickle_error(path / name)
         inside = _adapters_inside(path)
         if inside:
             raise AdapterError(
-                f"{str(path)!r} is no adapter folder itself: it has no {WEIGHTS_FILE}. There are "
-                f"adapters inside; give one of them: {shorten(inside)}."
+                f"{path_text(path)} is no adapter folder itself: it has no {WEIGHTS_FILE}. There "
+                f"are adapters inside; give one of them: {shorten(inside)}."
             )
         raise AdapterError(
-            f"There is no adapter at {str(path)!r}: expected a folder with {WEIGHTS_FILE} and "
+            f"There is no adapter at {path_text(path)}: expected a folder with {WEIGHTS_FILE} and "
             f"{CONFIG_FILE}. moegraft never downloads; fetch the adapter first."
         )
-    return make_source(_load(weights), _load_config(folder / CONFIG_FILE), str(path))
+    tensors = read_tensors(weights, policy)
+    config = _load_config(folder / CONFIG_FILE, policy)
+    name = str(path)
+    return make_source(tensors, config, name if name.isprintable() else path_text(path))
 
 
 def make_source(
@@ -76,6 +90,18 @@ def make_source(
     Raises:
         AdapterError: no LoRA tensors, a dtype that can't be served, NaN or Inf, a bad config.
     """
+    if not isinstance(tensors, Mapping):
+        raise AdapterError(f"{origin}: {shown(tensors)} is no mapping of names to tensors.")
+    if config is not None and not isinstance(config, Mapping):
+        raise AdapterError(
+            f"{origin}: the config {shown(config)} is no mapping; give the JSON of "
+            f"{CONFIG_FILE}, or LoraConfig.to_dict()."
+        )
+    check_depth(config or {}, f"{origin}: the config")
+    for key, tensor in tensors.items():
+        check_tensor_name(key, origin)
+        if not isinstance(tensor, torch.Tensor):
+            raise AdapterError(f"{origin}: {key} is {shown(tensor)}, not a tensor.")
     if not any("lora_" in key for key in tensors):
         raise AdapterError(
             f"{origin}: none of its {len(tensors)} tensors is a LoRA factor"
@@ -83,9 +109,7 @@ def make_source(
         )
     for key, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
-            raise AdapterError(
-                f"{origin}: {key} is {tensor.dtype}; factors must be float32, bfloat16 or float16."
-            )
+            raise wrong_dtype(origin, key, tensor.dtype)
         if not bool(torch.isfinite(tensor).all()):
             count = int((~torch.isfinite(tensor)).sum())
             raise AdapterError(
@@ -105,31 +129,35 @@ def _adapters_inside(path: Path) -> list[str]:
     return sorted(str(child.parent) for child in path.glob(f"*/{WEIGHTS_FILE}"))
 
 
-def _load(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise AdapterError(f"{str(path)!r} is not a readable safetensors file: {error}.") from error
-
-
-def _load_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+def _load_config(path: Path, policy: FilePolicy) -> dict[str, Any]:
+    if not _exists(path):
         raise AdapterError(
-            f"{str(path)!r} is missing: without it rank and alpha, so the scale, are unknown."
+            f"{path_text(path)} is missing: without it rank and alpha, so the scale, are unknown."
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{str(path)!r} is not readable JSON: {error}.") from error
+    with open_regular(path, policy) as (file, num_bytes):
+        if num_bytes > policy.max_config_bytes:
+            raise AdapterError(
+                f"{path_text(path)} has {num_bytes:,} bytes, over the limit of "
+                f"{policy.max_config_bytes:,} (FilePolicy.max_config_bytes)."
+            )
+        config = parse_json(file.read(num_bytes), path_text(path))
     if not isinstance(config, dict):
-        raise AdapterError(f"{str(path)!r} must hold a JSON object, got {type(config).__name__}.")
+        raise AdapterError(
+            f"{path_text(path)} must hold a JSON object, got {type(config).__name__}."
+        )
     return config
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that is too long, or holds a zero byte
+        return False
 
 
 def _pickle_error(path: Path) -> AdapterError:
     return AdapterError(
-        f"{str(path)!r} is a pickle file, which can run code when opened, so it is refused. "
+        f"{path_text(path)} is a pickle file, which can run code when opened, so it is refused. "
         "Convert it where you trust it: load it with torch.load(..., weights_only=True) and save "
         f"it with safetensors.torch.save_file(tensors, '{WEIGHTS_FILE}')."
     )

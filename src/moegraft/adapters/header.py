@@ -1,0 +1,181 @@
+"""The header of a safetensors file, checked in full before anything is allocated or believed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from moegraft.adapters.file_policy import FilePolicy
+from moegraft.adapters.strict_json import parse_json
+from moegraft.errors import AdapterError, shown
+
+#: Dtypes that factors may be stored in, under their names in safetensors files.
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+#: Dimensions of a tensor; factors have two or three.
+_MAX_DIMS = 8
+#: Names are shown in messages and split at dots; the longest real ones have about 150 characters.
+_MAX_NAME = 1000
+#: torch counts elements and bytes in signed 64 bits.
+_LARGEST = 1 << 62
+#: Values of the header (numbers, names, lists) per tensor that it may hold.
+_VALUES_PER_TENSOR = 12
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a file: its dtype, shape and bytes ``begin <= at < end`` of the data."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of itself.
+
+    Attributes:
+        tensors: name -> where it is, in the order of the header; together they cover the data
+            without holes or overlaps.
+        metadata: its free text.
+        data_begin: byte of the file that the data begin at.
+        data_bytes: length of the data, to the end of the file.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+    data_begin: int
+    data_bytes: int
+
+
+def read_header(file: BinaryIO, file_bytes: int, origin: str, policy: FilePolicy) -> Header:
+    """Read and check the header of an open file.
+
+    Args:
+        file: at its beginning; afterwards at its data.
+        file_bytes: its size.
+        origin: what to call it in messages.
+        policy: the limits.
+
+    Raises:
+        AdapterError: over a limit, or a header that is damaged or lies: its length, its JSON (no
+            key twice), its dtypes and shapes, its offsets. Takes time and memory in proportion to
+            the header's length at most.
+    """
+
+    def bad(what: str) -> AdapterError:
+        return AdapterError(f"{origin} is not a readable safetensors file: {what}.")
+
+    if file_bytes > policy.max_bytes:
+        raise AdapterError(
+            f"{origin} has {file_bytes:,} bytes, over the limit of {policy.max_bytes:,} "
+            "(FilePolicy.max_bytes)."
+        )
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > file_bytes - 8:
+        raise bad(f"it has {file_bytes:,} bytes, and says that its header has {length:,}")
+    if length > policy.max_header_bytes:
+        raise AdapterError(
+            f"{origin} has a header of {length:,} bytes, over the limit of "
+            f"{policy.max_header_bytes:,} (FilePolicy.max_header_bytes)."
+        )
+    raw = file.read(length)
+    if len(raw) < length or not raw.startswith(b"{"):
+        raise bad("its header is no JSON object")
+    values = sum(raw.count(mark) for mark in (b"{", b"[", b",", b":"))
+    if values > _VALUES_PER_TENSOR * policy.max_tensors:
+        raise AdapterError(
+            f"{origin} has a header of {values:,} values, more than {policy.max_tensors:,} tensors "
+            "need (FilePolicy.max_tensors)."
+        )
+    entries = parse_json(raw, f"{origin} is not a readable safetensors file: its header")
+    if not isinstance(entries, dict):
+        raise bad("its header is no JSON object")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise bad("its __metadata__ are not texts by name")
+    if len(entries) > policy.max_tensors:
+        raise AdapterError(
+            f"{origin} holds {len(entries):,} tensors, over the limit of {policy.max_tensors:,} "
+            "(FilePolicy.max_tensors)."
+        )
+    tensors = {name: _stored(name, entry, origin) for name, entry in entries.items()}
+    data_bytes = file_bytes - 8 - length
+    problem = _cover(tensors, data_bytes)
+    if problem:
+        raise bad(problem)
+    return Header(tensors, metadata, 8 + length, data_bytes)
+
+
+def check_tensor_name(name: object, origin: str) -> None:
+    """Refuse names that are no plain line of text: they end up in messages and logs."""
+    if not isinstance(name, str) or not name.isprintable() or len(name) > _MAX_NAME:
+        raise AdapterError(
+            f"{origin} holds a tensor named {shown(name)}; a name is at most {_MAX_NAME} printable "
+            "characters."
+        )
+
+
+def wrong_dtype(origin: str, name: str, dtype: object) -> AdapterError:
+    """Return the error for a tensor of a dtype that factors can't have."""
+    more = ""
+    if "8" in str(dtype) and "f" in str(dtype).lower():
+        more = " (8-bit floats need scales that are not part of a LoRA; store it as bfloat16)"
+    return AdapterError(
+        f"{origin}: {name} is {dtype}; factors must be float32, bfloat16 or float16{more}."
+    )
+
+
+def _stored(name: str, entry: Any, origin: str) -> StoredTensor:
+    check_tensor_name(name, origin)
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise AdapterError(
+            f"{origin}: the header's entry for {name} is not dtype, shape and data_offsets."
+        )
+    dtype = STORED_DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise wrong_dtype(origin, name, shown(entry["dtype"]))
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if (
+        not _are_sizes(shape)
+        or len(shape) > _MAX_DIMS
+        or math.prod(max(size, 1) for size in shape) >= _LARGEST
+    ):
+        raise AdapterError(f"{origin}: {name} has the shape {shown(shape)}.")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise AdapterError(f"{origin}: {name} has the offsets {shown(offsets)}.")
+    begin, end = offsets
+    wanted = math.prod(shape) * dtype.itemsize
+    if end - begin != wanted:
+        raise AdapterError(
+            f"{origin}: {name} is {entry['dtype']} {shown(shape)}, so {shown(wanted)} bytes, but "
+            f"has bytes {shown(begin)} to {shown(end)}."
+        )
+    return StoredTensor(dtype, tuple(shape), begin, end)
+
+
+def _are_sizes(values: object) -> bool:
+    """True for a list of whole numbers from 0 on that torch can count with."""
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < _LARGEST for v in values)
+
+
+def _cover(tensors: Mapping[str, StoredTensor], data_bytes: int) -> str:
+    """Return where tensors leave holes in the data, overlap or end outside; "" when nowhere."""
+    spans = sorted((t.begin, t.end, name) for name, t in tensors.items())
+    if not spans:
+        return "" if not data_bytes else f"{data_bytes:,} bytes of data belong to no tensor"
+    if spans[0][0] != 0:
+        return f"{spans[0][2]} is the first one, but begins at byte {spans[0][0]:,} of the data"
+    for (_, end, first), (begin, _, second) in pairwise(spans):
+        if begin != end:
+            kind = "overlap" if begin < end else "leave a hole"
+            return f"{first} and {second} {kind}: {end:,} and {begin:,}"
+    if spans[-1][1] != data_bytes:
+        return f"its tensors have {spans[-1][1]:,} bytes, its data {data_bytes:,}"
+    return ""

@@ -1,0 +1,97 @@
+"""Opening adapter files: regular files only, and only those inside the allowed root."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from moegraft.adapters.file_policy import FilePolicy
+from moegraft.errors import AdapterError, shown
+
+#: Never wait for a writer of a pipe, never follow a last link, never inherit the file.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
+
+
+class OpenFile(NamedTuple):
+    """An open regular file and its size when it was opened."""
+
+    file: BinaryIO
+    num_bytes: int
+
+
+def path_text(path: object) -> str:
+    """Return a path for messages: quoted, on one line."""
+    return shown(str(path), 4096)
+
+
+def check_inside(path: Path, policy: FilePolicy) -> Path:
+    """Follow all links of a path; raise :class:`AdapterError` when it leaves the allowed root.
+
+    Says the same of a file outside that exists and of one that does not.
+    """
+    try:
+        real = Path(os.path.realpath(path))
+        inside = policy.root is None or real.is_relative_to(os.path.realpath(policy.root))
+    except (OSError, ValueError) as error:
+        raise AdapterError(
+            f"There is no adapter at {path_text(path)}, which is no path: {error}. moegraft never "
+            "downloads."
+        ) from error
+    if not inside:
+        raise AdapterError(
+            f"{path_text(path)} is outside of the folder that adapters may be read from, "
+            f"{path_text(policy.root)} (links are followed); nothing was read."
+        )
+    return real
+
+
+@contextmanager
+def open_regular(path: Path, policy: FilePolicy) -> Iterator[OpenFile]:
+    """Open a regular file for reading, checked by what was opened and not by its name.
+
+    With a root the path is resolved, compared with the root, and then opened folder by folder
+    from the root without following any link. A link that somebody puts in place between the check
+    and the open is an error, so the file is inside whatever happens meanwhile.
+
+    Raises:
+        AdapterError: outside of the root, missing, no regular file, or changed while it was read.
+    """
+    real = check_inside(path, policy)
+    try:
+        handle = _open(real, policy)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise AdapterError(f"{path_text(path)} can't be opened: {reason}.") from error
+    with os.fdopen(handle, "rb") as file:
+        before = os.fstat(handle)
+        if not stat.S_ISREG(before.st_mode):
+            raise AdapterError(f"{path_text(path)} is no regular file.")
+        yield OpenFile(file, before.st_size)
+        after = os.fstat(handle)
+        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise AdapterError(
+                f"{path_text(path)} was written to while it was read: write it elsewhere and "
+                "rename it into place."
+            )
+
+
+def _open(real: Path, policy: FilePolicy) -> int:
+    if policy.root is None:
+        return os.open(real, _FLAGS | _BINARY)
+    if os.open not in os.supports_dir_fd or not _NOFOLLOW:
+        raise AdapterError("FilePolicy.root needs a system with openat and O_NOFOLLOW.")
+    root = os.path.realpath(policy.root)
+    handle = os.open(root, _FLAGS | os.O_DIRECTORY | _NOFOLLOW)
+    for part in real.relative_to(root).parts:
+        try:
+            inner = os.open(part, _FLAGS | _NOFOLLOW, dir_fd=handle)
+        finally:
+            os.close(handle)
+        handle = inner
+    return handle
