@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 
@@ -16,6 +19,16 @@ from moegraft.errors import AdapterError, shown
 
 #: Dtypes that factors may be stored in, under their names in safetensors files.
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+#: One tensor of a header as safetensors writes it, with the comma behind it.
+_ENTRY = re.compile(
+    rb'"([^"\\\x00-\x1f]+)":{"dtype":"(\w{1,16})","shape":\[((?:\d{1,18}(?:,\d{1,18})*)?)\],'
+    rb'"data_offsets":\[(0|[1-9]\d{0,17}),(0|[1-9]\d{0,17})\]},'
+)
+#: What an entry has besides the five groups.
+_MARKS = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
+_METADATA = re.compile(rb'{"__metadata__":({"[\w.-]+":"[\w.-]*"}),')
+#: name -> dtype, sizes, begin, end
+_Entries = dict[str, tuple[bytes, bytes, int, int]]
 #: Dimensions of a tensor; factors have two or three.
 _MAX_DIMS = 8
 #: Names are shown in messages and split at dots; the longest real ones have about 150 characters.
@@ -94,18 +107,13 @@ def read_header(file: BinaryIO, file_bytes: int, origin: str, policy: FilePolicy
             f"{origin} has a header of {values:,} values, more than {policy.max_tensors:,} tensors "
             "need (FilePolicy.max_tensors)."
         )
-    entries = parse_json(raw, f"{origin} is not a readable safetensors file: its header")
-    if not isinstance(entries, dict):
-        raise bad("its header is no JSON object")
-    metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise bad("its __metadata__ are not texts by name")
+    entries, metadata = _plain(raw) or _any(raw, origin)
     if len(entries) > policy.max_tensors:
         raise AdapterError(
             f"{origin} holds {len(entries):,} tensors, over the limit of {policy.max_tensors:,} "
             "(FilePolicy.max_tensors)."
         )
-    tensors = {name: _stored(name, entry, origin) for name, entry in entries.items()}
+    tensors = _checked(entries, origin)
     data_bytes = file_bytes - 8 - length
     problem = _cover(tensors, data_bytes)
     if problem:
@@ -132,32 +140,87 @@ def wrong_dtype(origin: str, name: str, dtype: object) -> AdapterError:
     )
 
 
-def _stored(name: str, entry: Any, origin: str) -> StoredTensor:
-    check_tensor_name(name, origin)
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise AdapterError(
-            f"{origin}: the header's entry for {name} is not dtype, shape and data_offsets."
-        )
-    dtype = STORED_DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+def _plain(raw: bytes) -> tuple[_Entries, dict[str, str]] | None:
+    """Read a header in the form that safetensors writes; None for any other.
+
+    JSON makes several objects per tensor, which costs more than reading small factors does.
+    """
+    start = _METADATA.match(raw)
+    metadata = json.loads(start[1]) if start else {}
+    text = raw[start.end() if start else 1 :].rstrip(b" ")
+    if not text.endswith(b"}"):
+        return None
+    text = text[:-1] + b","
+    found = _ENTRY.findall(text)
+    if sum(map(len, itertools.chain.from_iterable(found))) + len(found) * _MARKS != len(text):
+        return None  # the entries leave something over
+    try:
+        entries = {
+            name.decode(): (dtype, shape, int(begin), int(end))
+            for name, dtype, shape, begin, end in found
+        }
+    except UnicodeDecodeError:
+        return None
+    return (entries, metadata) if len(entries) == len(found) else None
+
+
+def _any(raw: bytes, origin: str) -> tuple[_Entries, dict[str, str]]:
+    """Read any header, and say what is wrong with it."""
+    what = f"{origin} is not a readable safetensors file: its header"
+    found = parse_json(raw, what)
+    assert isinstance(found, dict)  # it begins with a brace
+    metadata = found.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise AdapterError(f"{what} has a __metadata__ that is no object of texts.")
+    entries: _Entries = {}
+    for name, entry in found.items():
+        check_tensor_name(name, origin)
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise AdapterError(f"{what} has {name} without dtype, shape and data_offsets alone.")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str):
+            raise wrong_dtype(origin, name, shown(dtype))
+        if not _are_sizes(shape):
+            raise AdapterError(f"{origin}: {name} has the shape {shown(shape)}.")
+        if not _are_sizes(offsets) or len(offsets) != 2:
+            raise AdapterError(f"{origin}: {name} has the offsets {shown(offsets)}.")
+        sizes = ",".join(map(str, shape)).encode()
+        entries[name] = (dtype.encode("utf-8", "replace"), sizes, offsets[0], offsets[1])
+    return entries, metadata
+
+
+def _checked(entries: _Entries, origin: str) -> dict[str, StoredTensor]:
+    """Check every entry; what many have in common (dtype and shape) is checked once."""
+    known: dict[tuple[bytes, bytes], tuple[torch.dtype, tuple[int, ...], int]] = {}
+    tensors = {}
+    for name, (dtype_name, sizes, begin, end) in entries.items():
+        check_tensor_name(name, origin)
+        kind = known.get((dtype_name, sizes))
+        if kind is None:
+            kind = _kind(name, dtype_name.decode(), sizes.decode(), origin)
+            known[dtype_name, sizes] = kind
+        dtype, shape, num_bytes = kind
+        if end - begin != num_bytes:
+            raise AdapterError(
+                f"{origin}: {name} is {dtype} {shape}, so {num_bytes:,} bytes, but has bytes "
+                f"{begin:,} to {end:,}."
+            )
+        tensors[name] = StoredTensor(dtype, shape, begin, end)
+    return tensors
+
+
+def _kind(
+    name: str, dtype_name: str, sizes: str, origin: str
+) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """Return a dtype, a shape and the bytes that they take."""
+    dtype = STORED_DTYPES.get(dtype_name)
     if dtype is None:
-        raise wrong_dtype(origin, name, shown(entry["dtype"]))
-    shape, offsets = entry["shape"], entry["data_offsets"]
-    if (
-        not _are_sizes(shape)
-        or len(shape) > _MAX_DIMS
-        or math.prod(max(size, 1) for size in shape) >= _LARGEST
-    ):
+        raise wrong_dtype(origin, name, shown(dtype_name))
+    shape = parse_json(f"[{sizes}]".encode(), f"{origin}: the shape of {name}")
+    widest = math.prod(max(size, 1) for size in shape)
+    if len(shape) > _MAX_DIMS or widest >= _LARGEST:
         raise AdapterError(f"{origin}: {name} has the shape {shown(shape)}.")
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        raise AdapterError(f"{origin}: {name} has the offsets {shown(offsets)}.")
-    begin, end = offsets
-    wanted = math.prod(shape) * dtype.itemsize
-    if end - begin != wanted:
-        raise AdapterError(
-            f"{origin}: {name} is {entry['dtype']} {shown(shape)}, so {shown(wanted)} bytes, but "
-            f"has bytes {shown(begin)} to {shown(end)}."
-        )
-    return StoredTensor(dtype, tuple(shape), begin, end)
+    return dtype, tuple(shape), math.prod(shape) * dtype.itemsize
 
 
 def _are_sizes(values: object) -> bool:
