@@ -9,7 +9,7 @@ import torch
 
 from moegraft.adapters.bank import AdapterBank
 from moegraft.factor_table import SiteTable
-from moegraft.factors import pack_adapter
+from moegraft.packing import pack_adapter
 from moegraft.reference import linear_lora_reference
 from moegraft.sites import Site, linear_site
 from moegraft.testing import (

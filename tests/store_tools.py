@@ -12,7 +12,8 @@ import torch
 
 from moegraft.adapters import AdapterBank, AdapterStore, BoundAdapter
 from moegraft.adapters.bank import BankMemory
-from moegraft.factors import UNIT_BYTES, PackedAdapter, pack_adapter
+from moegraft.factors import UNIT_BYTES, PackedAdapter
+from moegraft.packing import pack_adapter
 from moegraft.sites import expert_site, linear_site
 from moegraft.testing import assert_same_factors
 

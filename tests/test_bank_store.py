@@ -11,7 +11,8 @@ import torch
 
 from moegraft.adapters import AdapterStore
 from moegraft.errors import AdapterError
-from moegraft.factors import TableLayout, pack_adapter
+from moegraft.factors import TableLayout
+from moegraft.packing import pack_adapter
 from moegraft.sites import expert_site, linear_site
 from moegraft.testing import assert_same_factors, bound_adapter, random_adapter, random_factors
 from store_tools import (

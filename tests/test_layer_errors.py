@@ -10,9 +10,10 @@ import torch
 
 from moegraft.errors import AdapterError, MoegraftError, PlanError, UnsupportedError
 from moegraft.factor_table import site_table
-from moegraft.factors import TableLayout, pack_adapter
+from moegraft.factors import TableLayout
 from moegraft.layer import MoeLoraLayer
 from moegraft.linear import LinearLora
+from moegraft.packing import pack_adapter
 from moegraft.sites import expert_site, linear_site
 from moegraft.testing import LAYOUTS, layer_case, random_factors, random_weights
 from moegraft.testing.cases import table_on

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import moegraft.backends.cpu as cpu
 from moegraft.adapters.arena import FreeList
 from moegraft.factor_table import Arena, SiteTable, site_table
-from moegraft.factors import TableLayout, pack_adapter
+from moegraft.factors import TableLayout
 from moegraft.layer import MoeLoraLayer
+from moegraft.packing import pack_adapter
 from moegraft.plan import Plan
 from moegraft.sites import Site, expert_site, linear_site
 from moegraft.testing import (

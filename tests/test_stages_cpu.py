@@ -9,8 +9,9 @@ import torch
 
 from moegraft.backends.cpu import CpuStages, LoraMethod
 from moegraft.factor_table import Arena, SiteTable, site_table
-from moegraft.factors import TableLayout, pack_adapter
+from moegraft.factors import TableLayout
 from moegraft.layer import MoeLoraLayer
+from moegraft.packing import pack_adapter
 from moegraft.reference import linear_lora_reference
 from moegraft.sites import expert_site, linear_site
 from moegraft.stages import Permutation

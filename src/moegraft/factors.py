@@ -26,9 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moegraft.check import checked_site
 from moegraft.sites import Site
-from moegraft.types import LoraFactor, SiteFactors
 
 UNIT_BYTES = 16
 RECORD_WORDS = 8
@@ -37,7 +35,7 @@ A_OFFSET, B_OFFSET, A_EXPERT_STRIDE, B_EXPERT_STRIDE, A_ROW_STRIDE, B_ROW_STRIDE
 RANK_I32, SHARED_A_I32, SCALE_F32 = 12, 13, 14
 
 
-def _align(elements: int, dtype: torch.dtype) -> int:
+def align(elements: int, dtype: torch.dtype) -> int:
     """Round a number of elements up to a whole number of 16-byte units."""
     unit = UNIT_BYTES // dtype.itemsize
     return -(-elements // unit) * unit
@@ -142,97 +140,3 @@ def empty_row(layout: TableLayout) -> torch.Tensor:
         if expert_map is not None:
             expert_map.fill_(-1)
     return row
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Where an adapter's factors go: ``pieces`` are (offset, ``[entries, R, width]``, row stride).
-
-    ``elements`` is the length of the data, ``row`` the table row that points into it.
-    """
-
-    pieces: list[tuple[int, torch.Tensor, int]]
-    elements: int
-    row: torch.Tensor
-    max_rank: int
-
-
-def packed_bytes(
-    factors: Mapping[str, SiteFactors], layout: TableLayout, dtype: torch.dtype
-) -> int:
-    """Return ``num_bytes`` of :func:`pack_adapter` for the same arguments, without packing."""
-    return _plan(factors, layout, dtype).elements * dtype.itemsize
-
-
-def pack_adapter(
-    factors: Mapping[str, SiteFactors],
-    layout: TableLayout,
-    dtype: torch.dtype,
-    pin_memory: bool = False,
-) -> PackedAdapter:
-    """Lay an adapter's factors out as the arena holds them.
-
-    Args:
-        factors: site name -> factors; AdapterError when one does not fit a site of ``layout``.
-        layout: the model's table layout.
-        dtype: dtype of the arena; factors are cast once, here.
-        pin_memory: put ``data`` in page-locked memory, for asynchronous copies to a GPU.
-    """
-    plan = _plan(factors, layout, dtype)
-    data = torch.zeros(plan.elements, dtype=dtype, pin_memory=pin_memory)
-    for offset, matrix, row_stride in plan.pieces:
-        entries, rank, width = matrix.shape
-        view = data[offset : offset + entries * rank * row_stride].view(entries, rank, row_stride)
-        view[:, :, :width].copy_(matrix)
-    return PackedAdapter(data, plan.row, plan.max_rank)
-
-
-def _plan(factors: Mapping[str, SiteFactors], layout: TableLayout, dtype: torch.dtype) -> _Plan:
-    """Find every factor's place; AdapterError when one does not fit a site of ``layout``."""
-    sizes = [0]
-    pieces: list[tuple[int, torch.Tensor, int]] = []  # offset, [entries, R, width], row stride
-
-    def place(matrix: torch.Tensor) -> tuple[int, int, int]:
-        entries, rank, width = matrix.shape
-        row_stride = _align(width, dtype)
-        offset = sizes[0]
-        pieces.append((offset, matrix, row_stride))
-        sizes[0] += entries * rank * row_stride
-        expert_stride = 0 if entries == 1 else rank * row_stride
-        return offset * dtype.itemsize // UNIT_BYTES, expert_stride, row_stride
-
-    row = empty_row(layout)
-    max_rank = 0
-    for name, site_factors in factors.items():
-        site = checked_site(layout.sites, name, site_factors)
-        records = layout.records(row, site)
-        previous: LoraFactor | None = None
-        for i, projection in enumerate(site.projections):
-            factor = site_factors.projections.get(projection.name)
-            if factor is None or factor.rank == 0:
-                previous = None
-                continue
-            max_rank = max(max_rank, factor.rank)
-            record = records[i]
-            shared = previous is not None and previous.lora_A is factor.lora_A
-            if shared:
-                for word in (A_OFFSET, A_EXPERT_STRIDE, A_ROW_STRIDE):
-                    record[word] = records[i - 1, word]
-            else:
-                offset, expert_stride, row_stride = place(factor.lora_A)
-                record[A_OFFSET], record[A_EXPERT_STRIDE] = offset, expert_stride
-                record[A_ROW_STRIDE] = row_stride
-            offset, expert_stride, row_stride = place(factor.lora_B.transpose(1, 2))
-            record[B_OFFSET], record[B_EXPERT_STRIDE] = offset, expert_stride
-            record[B_ROW_STRIDE] = row_stride
-            record.view(torch.int32)[RANK_I32] = factor.rank
-            record.view(torch.int32)[SHARED_A_I32] = int(shared)
-            record.view(torch.float32)[SCALE_F32] = factor.scale
-            previous = factor
-        expert_map = layout.expert_map(row, site)
-        if expert_map is not None:
-            if site_factors.expert_map is None:
-                expert_map.copy_(torch.arange(site.num_experts, dtype=torch.int32))
-            else:
-                expert_map.copy_(site_factors.expert_map)
-    return _Plan(pieces, sizes[0], row, max_rank)

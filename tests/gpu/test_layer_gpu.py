@@ -26,8 +26,9 @@ from moegraft.backends.triton.stages import TritonStages
 from moegraft.backends.triton.workspace import MAX_PAIRS
 from moegraft.call import Mode
 from moegraft.factor_table import Arena, SiteTable
-from moegraft.factors import UNIT_BYTES, TableLayout, pack_adapter
+from moegraft.factors import UNIT_BYTES, TableLayout
 from moegraft.layer import run_stages
+from moegraft.packing import pack_adapter
 from moegraft.testing import (
     ACTIVATIONS,
     LAYOUTS,

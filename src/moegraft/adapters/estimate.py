@@ -10,7 +10,8 @@ import torch
 
 from moegraft.adapters.bind import BoundAdapter
 from moegraft.adapters.spec import ModelSpec
-from moegraft.factors import TableLayout, packed_bytes
+from moegraft.factors import TableLayout
+from moegraft.packing import packed_bytes
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from moegraft.adapters.info import (
 )
 from moegraft.adapters.residency import Entry, Residency
 from moegraft.errors import AdapterError
-from moegraft.factors import pack_adapter
+from moegraft.packing import pack_adapter
 
 
 class AdapterStore:

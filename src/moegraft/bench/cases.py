@@ -16,7 +16,8 @@ from moegraft.bench.shapes import ModelShape
 from moegraft.bench.traffic import Traffic, expert_bytes, layer_traffic, reuse_bytes
 from moegraft.errors import MoegraftError
 from moegraft.factor_table import Arena, SiteTable
-from moegraft.factors import RANK_I32, UNIT_BYTES, TableLayout, pack_adapter
+from moegraft.factors import RANK_I32, UNIT_BYTES, TableLayout
+from moegraft.packing import pack_adapter
 from moegraft.sites import Site, expert_site
 from moegraft.types import Activation, ExpertWeights, LoraFactor, SiteFactors, WeightLayout
 

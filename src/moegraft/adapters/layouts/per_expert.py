@@ -20,6 +20,7 @@ from moegraft.adapters.layouts.base import (
     not_a_pair,
     pair_up,
 )
+from moegraft.adapters.layouts.stacking import strided
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import count
@@ -108,15 +109,53 @@ def _stack(
 ) -> SiteFactors:
     """Stack experts into ``[entries, ..]``; experts without a projection get zeros there."""
     experts = sorted({expert for entries in projections.values() for expert in entries})
-    factors = {
-        name: _stack_projection(site, name, entries, experts, result)
-        for name, entries in projections.items()
-    }
-    if len(experts) == site.num_experts:
+    viewed = _view(projections, experts)
+    if viewed is not None:
+        factors, places = viewed
+    else:
+        factors = {
+            name: _stack_projection(site, name, entries, experts, result)
+            for name, entries in projections.items()
+        }
+        places = tuple(range(len(experts)))
+    if places == tuple(range(site.num_experts)):
         return SiteFactors(factors)
     expert_map = torch.full((site.num_experts,), -1, dtype=torch.int32)
-    expert_map[experts] = torch.arange(len(experts), dtype=torch.int32)
+    expert_map[experts] = torch.tensor(places, dtype=torch.int32)
     return SiteFactors(factors, expert_map)
+
+
+def _view(
+    projections: dict[str, dict[int, _Entry]], experts: list[int]
+) -> tuple[dict[str, LoraFactor], tuple[int, ...]] | None:
+    """View all factors of a site where they lie, without a copy, and say where each expert is.
+
+    None when they differ in rank, scale or dtype between experts, when an expert lacks one, or
+    when they don't lie at equal distances, for all in the same order of experts.
+    """
+    factors: dict[str, LoraFactor] = {}
+    places: tuple[int, ...] | None = None
+    if len(experts) < 2 or any(len(entries) != len(experts) for entries in projections.values()):
+        return None
+    for name, entries in projections.items():
+        if not _alike(entries):
+            return None
+        in_order = [entries[expert] for expert in experts]
+        found_a = strided([a for a, _, _ in in_order])
+        found_b = strided([b for _, b, _ in in_order])
+        if found_a is None or found_b is None or found_a.places != found_b.places:
+            return None
+        if places not in (None, found_a.places):
+            return None
+        places = found_a.places
+        factors[name] = LoraFactor(found_a.view, found_b.view, in_order[0][2])
+    assert places is not None
+    return factors, places
+
+
+def _alike(entries: dict[int, _Entry]) -> bool:
+    """True when all experts have one rank, one scale, and one dtype of A and of B."""
+    return len({(a.shape, a.dtype, b.dtype, scale) for a, b, scale in entries.values()}) == 1
 
 
 def _stack_projection(
@@ -126,14 +165,18 @@ def _stack_projection(
     rank = max(lora_a.shape[0] for lora_a, _, _ in entries.values())
     scales = {scale for _, _, scale in entries.values()}
     scale = max(scales, key=abs)
+    if len(entries) == len(experts) and _alike(entries):
+        in_order = [entries[expert] for expert in experts]
+        lora_a = torch.stack([a for a, _, _ in in_order])
+        return LoraFactor(lora_a, torch.stack([b for _, b, _ in in_order]), scale)
     # One scale per projection: experts that differ (rank_pattern on single experts) get theirs
     # through B, computed in fp32.
     dtype = first_a.dtype if len(scales) == 1 else torch.float32
     if len(scales) > 1:
         result.notes.append(f"{site.name} {name}: experts have different scales; B carries them")
     sizes = site.projection(name)
-    a3 = torch.zeros(len(experts), rank, sizes.in_features, dtype=dtype)
-    b3 = torch.zeros(len(experts), sizes.out_features, rank, dtype=dtype)
+    a3 = first_a.new_zeros(len(experts), rank, sizes.in_features, dtype=dtype)
+    b3 = first_a.new_zeros(len(experts), sizes.out_features, rank, dtype=dtype)
     for i, expert in enumerate(experts):
         if expert in entries:
             lora_a, lora_b, own_scale = entries[expert]
