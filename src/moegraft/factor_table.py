@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 import torch
 
 from moegraft.errors import MoegraftError
-from moegraft.factors import A_OFFSET, B_OFFSET, RANK_I32, SCALE_F32, SHARED_A_I32, UNIT_BYTES, TableLayout
+from moegraft.factors import (
+    A_OFFSET,
+    B_OFFSET,
+    RANK_I32,
+    SCALE_F32,
+    SHARED_A_I32,
+    UNIT_BYTES,
+    TableLayout,
+)
 from moegraft.packing import pack_adapter
 from moegraft.sites import Site
 from moegraft.types import LoraFactor, SiteFactors, TokenSlots
