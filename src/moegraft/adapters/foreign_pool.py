@@ -9,8 +9,9 @@ slot's B once, transposed, since the kernels read whole rank rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -92,12 +93,15 @@ class ForeignPool:
             self._base = min(tensor.data_ptr() for tensor in sources)
             count = len(site.projections)
             self._records = torch.zeros(self.num_slots, count, RECORD_WORDS, dtype=torch.int64)
-            expert_map = torch.arange(site.num_experts, dtype=torch.int32).repeat(self.num_slots, 1)
+            expert_map = None
+            if site.kind == "experts":
+                expert_map = torch.arange(site.num_experts, dtype=torch.int32, device=self.device)
+                expert_map = expert_map.repeat(self.num_slots, 1)
             self.table = SiteTable(
                 site,
                 Arena(base_tensor(sources)),
                 self._records.to(self.device, copy=True),
-                expert_map.to(self.device),
+                expert_map,
                 max(f.lora_b.shape[3] for f in factors.values()),
                 host_ranks=torch.zeros(self.num_slots, count, dtype=torch.int32),
             )
@@ -114,6 +118,9 @@ class ForeignPool:
         slot: int,
         rank: int | Mapping[str, int],
         scale: float | Mapping[str, float] = 1.0,
+        *,
+        shared: Collection[tuple[str, Literal["A", "B"]]] = (),
+        one_a: bool = False,
     ) -> None:
         """Say that a slot holds an adapter now, written on this stream before.
 
@@ -121,6 +128,9 @@ class ForeignPool:
             slot: which.
             rank: of all projections, or by name (a missing one has no delta); at most the pool's.
             scale: alpha / r, multiplied in fp32; 1 where the engine has it in B already.
+            shared: factors, such as ``("down", "B")``, whose expert 0 stands for all experts in
+                this slot, though the tensors have room for each.
+            one_a: gate's A is up's too, and is computed once; up's own is not read.
 
         Raises:
             AdapterError: no such slot or projection, a rank over the pool's, a scale that is no
@@ -131,7 +141,7 @@ class ForeignPool:
         slot = checked_slot(self.site.name, slot, self.num_slots)
         ranks = checked_ranks(self.site.name, rank, most)
         scales = checked_scales(self.site.name, scale, ranks, most)
-        self._check_shared(ranks)
+        self._check_shared(ranks, one_a)
         with torch.inference_mode(False):
             self._records[slot] = 0
             previous = -1
@@ -140,7 +150,9 @@ class ForeignPool:
                 if not live:
                     previous = -1
                     continue
-                self._write_record(slot, i, projection.name, live, scales[projection.name])
+                name = projection.name
+                a_from = "gate" if one_a and name == "up" else name
+                self._write_record(slot, i, name, live, scales[name], a_from, shared)
                 offset = int(self._records[slot, i, A_OFFSET])
                 self._records[slot, i].view(torch.int32)[SHARED_A_I32] = int(offset == previous)
                 previous = offset
@@ -153,14 +165,24 @@ class ForeignPool:
             self._records[slot] = 0
             self._publish(slot)
 
-    def _write_record(self, slot: int, i: int, name: str, rank: int, scale: float) -> None:
+    def _write_record(
+        self,
+        slot: int,
+        i: int,
+        name: str,
+        rank: int,
+        scale: float,
+        a_from: str,
+        shared: Collection[tuple[str, Literal["A", "B"]]],
+    ) -> None:
         factor, mirror = self._factors[name], self._mirrors[name]
         if mirror is not None:
             out = factor.lora_b.shape[2]
             mirror[slot, :, :rank, :out].copy_(factor.lora_b[slot, :, :, :rank].transpose(1, 2))
-        a, b = factor.lora_a[slot], self._rank_rows[name][slot]
-        if factor.behind:
+        a, b = self._factors[a_from].lora_a[slot], self._rank_rows[name][slot]
+        if self._factors[a_from].behind:
             a = a[:, rank:]
+        a, b = a[:1] if (a_from, "A") in shared else a, b[:1] if (name, "B") in shared else b
         record = self._records[slot, i]
         for rows, words in (
             (a, (A_OFFSET, A_EXPERT_STRIDE, A_ROW_STRIDE)),
@@ -182,14 +204,13 @@ class ForeignPool:
         self.table.records[slot].copy_(row)
         self.table.arena.version += 1
 
-    def _check_shared(self, ranks: Mapping[str, int]) -> None:
+    def _check_shared(self, ranks: Mapping[str, int], one_a: bool) -> None:
         gate, up = self._factors.get("gate"), self._factors.get("up")
-        if (
-            gate is None
-            or up is None
-            or up.behind
-            or gate.lora_a.data_ptr() != up.lora_a.data_ptr()
-        ):
+        if gate is None or up is None:
+            if one_a:
+                raise AdapterError(f"{self.site.name}: one_a needs factors of gate and of up.")
+            return
+        if not one_a and (up.behind or gate.lora_a.data_ptr() != up.lora_a.data_ptr()):
             return
         if len({ranks.get("gate", 0), ranks.get("up", 0)} - {0}) > 1:
             raise AdapterError(
