@@ -1,11 +1,13 @@
 """Every environment variable moegraft reads, typed, in one place.
 
-====================  ===========  ===============================================================
-variable              default      meaning
-====================  ===========  ===============================================================
-``MOEGRAFT_BACKEND``  (by plan)    force a backend by name; an impossible choice raises
-``MOEGRAFT_LOG``      ``WARNING``  level of the ``moegraft`` logger
-====================  ===========  ===============================================================
+=========================  ===========  ==========================================================
+variable                   default      meaning
+=========================  ===========  ==========================================================
+``MOEGRAFT_BACKEND``       (by plan)    force a backend by name; an impossible choice raises
+``MOEGRAFT_LOG``           ``WARNING``  level of the ``moegraft`` logger
+``MOEGRAFT_VLLM``          (versions)   the vLLM plugin: ``0`` = off, ``1`` = on in any version
+``MOEGRAFT_VLLM_LINEARS``  ``1``        ``0`` = the vLLM plugin leaves linears to vLLM
+=========================  ===========  ==========================================================
 """
 
 from __future__ import annotations
@@ -35,6 +37,31 @@ def log_level() -> str:
         known = ", ".join(logging.getLevelNamesMapping())
         raise MoegraftError(f"MOEGRAFT_LOG={level!r} is not a logging level; use one of {known}.")
     return level
+
+
+def vllm_setting() -> bool | None:
+    """Return what ``MOEGRAFT_VLLM`` says: False = off, True = on in any version; None = unset.
+
+    Raises:
+        MoegraftError: the value is neither 0 nor 1.
+    """
+    return _switch("MOEGRAFT_VLLM")
+
+
+def vllm_linears() -> bool:
+    """Return False when ``MOEGRAFT_VLLM_LINEARS=0`` leaves linears to vLLM.
+
+    Raises:
+        MoegraftError: the value is neither 0 nor 1.
+    """
+    return _switch("MOEGRAFT_VLLM_LINEARS") is not False
+
+
+def _switch(name: str) -> bool | None:
+    value = os.environ.get(name) or None
+    if value not in (None, "0", "1"):
+        raise MoegraftError(f"{name}={value!r} is not a switch; use 0 or 1, or unset it.")
+    return None if value is None else value == "1"
 
 
 def configure_logging() -> None:

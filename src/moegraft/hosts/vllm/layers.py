@@ -1,0 +1,114 @@
+"""vLLM's LoRA wrappers of experts layers, with moegraft behind them.
+
+vLLM finds the class of a wrapper in a tuple, and asks some objects for the *name* of their class:
+the classes here bear the names of those they replace. A wrapper owns the slot tensors
+``[slots, E or 1, rank, in]`` and ``[slots, E or 1, out, rank]``; ``set_lora`` overwrites a slot with
+one adapter, scaled already, ``reset_lora`` with zeros. Both happen between steps.
+
+Factors B are kept rank-major here, ``[slots, E or 1, rank, out]``, behind views of vLLM's shape: the
+kernels read whole rank rows, and in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.lora.layers import fused_moe as stock
+
+from moegraft.adapters.foreign import ForeignPool, stacked_pool
+from moegraft.hosts.vllm.counters import count
+from moegraft.hosts.vllm.eligible import experts_formula, say_why_not
+from moegraft.hosts.vllm.experts import MoegraftExperts
+from moegraft.hosts.vllm.formulas import Formula
+from moegraft.sites import expert_site
+
+
+class _ExpertsOnMoegraft:
+    """What both wrappers do beyond vLLM's."""
+
+    _moegraft_formula: Formula | None = None
+    _moegraft_pool: ForeignPool | None = None
+
+    def create_lora_weights(
+        self: Any, max_loras: int, lora_config: Any, model_config: Any = None
+    ) -> None:
+        """Make the slot tensors, and put moegraft's experts in place of vLLM's."""
+        found = experts_formula(self, lora_config)
+        if isinstance(found, str):
+            say_why_not(self.base_layer.layer_name, found)
+            count("expert_layers_left")
+        else:
+            self._moegraft_formula = found
+        super().create_lora_weights(max_loras, lora_config, model_config)  # type: ignore[misc]
+        if self._moegraft_formula is not None:
+            self._moegraft_pool = _pool(self, self._moegraft_formula)
+            kernel, moves = self._moe_kernel.impl, self.moe_config.moe_parallel_config.enable_eplb
+            kernel.fused_experts = MoegraftExperts(
+                kernel.fused_experts,
+                self._moegraft_formula,
+                self._moegraft_pool.table,
+                None if moves else self.base_layer.expert_map,
+            )
+            count("expert_layers")
+
+    def _create_lora_b_weights(self: Any, max_loras: int, lora_config: Any) -> None:
+        super()._create_lora_b_weights(max_loras, lora_config)  # type: ignore[misc]
+        if self._moegraft_formula is not None:
+            self.w13_lora_b_stacked = tuple(map(rank_major, self.w13_lora_b_stacked))
+            self.w2_lora_b_stacked = tuple(map(rank_major, self.w2_lora_b_stacked))
+
+    def reset_lora(self, index: int) -> None:
+        """Empty a slot."""
+        super().reset_lora(index)  # type: ignore[misc]
+        if self._moegraft_pool is not None:
+            self._moegraft_pool.clear(index)
+
+    def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
+        """Fill a slot with one adapter; A is ``[E or 1, rank, in]`` for each of vLLM's slices."""
+        super().set_lora(index, lora_a, lora_b)  # type: ignore[misc]
+        if self._moegraft_pool is not None:
+            self._moegraft_pool.load(index, _ranks(self._moegraft_pool, lora_a))
+
+
+class FusedMoEWithLoRA(_ExpertsOnMoegraft, stock.FusedMoEWithLoRA):
+    """Gate and up in slices of their own."""
+
+
+class FusedMoE3DWithLoRA(_ExpertsOnMoegraft, stock.FusedMoE3DWithLoRA):
+    """Gate and up in one slice, with one A."""
+
+
+def rank_major(lora_b: torch.Tensor) -> torch.Tensor:
+    """Return zeros in the shape of ``[S, E or 1, out, R]``, stored as ``[S, E or 1, R, out]``."""
+    slots, entries, out, rank = lora_b.shape
+    return lora_b.new_zeros(slots, entries, rank, out).transpose(2, 3)
+
+
+def _pool(wrapper: Any, found: Formula) -> ForeignPool:
+    site = expert_site(
+        wrapper.base_layer.layer_name,
+        wrapper.local_num_experts,
+        wrapper.hidden_size,
+        wrapper.intermediate_size_per_partition,
+        found.layout,
+    )
+    return stacked_pool(
+        site,
+        wrapper.w13_lora_a_stacked,
+        wrapper.w13_lora_b_stacked,
+        wrapper.w2_lora_a_stacked,
+        wrapper.w2_lora_b_stacked,
+    )
+
+
+def _ranks(pool: ForeignPool, lora_a: list[torch.Tensor]) -> dict[str, int]:
+    """Return projection -> rank. vLLM's order is gate, down, up; or gate and up in one, down.
+
+    Experts without a gate have their up first, and once more in the third place.
+    """
+    first, down = int(lora_a[0].shape[1]), int(lora_a[1].shape[1])
+    if not pool.site.gated:
+        return {"up": first, "down": down}
+    up = int(lora_a[2].shape[1]) if len(lora_a) == 3 else first
+    return {"gate": first, "up": up, "down": down}
