@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from typing import get_args
@@ -14,8 +15,12 @@ if shutil.which("nvidia-smi") is None:
 import pytest
 import torch
 
+import interpreter_dot
 import moegraft.backends.cpu as cpu
 from moegraft.backends import Choice
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+    interpreter_dot.install()
 
 # The tests run tiny problems in several processes: more threads only wait for each other.
 torch.set_num_threads(1)

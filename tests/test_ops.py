@@ -201,7 +201,11 @@ def test_strided_activations_and_weights_are_read_where_they_are(backend: str) -
     x[:, ::2] = case.x
     gate_up = case.weights.gate_up.transpose(1, 2).contiguous().transpose(1, 2)
     strided = replace(case, x=x[:, ::2], weights=replace(case.weights, gate_up=gate_up))
-    assert_bit_equal(routed(strided, backend=backend), wanted)
+    found = routed(strided, backend=backend)
+    if backend == "cpu":  # a BLAS may add in another order for another layout
+        assert_close(found, wanted.double(), torch.float32)
+    else:
+        assert_bit_equal(found, wanted)
 
 
 @interpreted
