@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from moegraft.errors import AdapterError
+from moegraft.adapters.path_rules import PathRules
+from moegraft.errors import AdapterError, shown
 
 #: Config fields that change the maths in ways this reader does not implement.
 _REFUSED_FIELDS = {
@@ -52,13 +53,17 @@ class AdapterConfig:
     peft_version: str = ""
     raw: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _ = self._ranks, self._alphas  # refuses expressions that can't be used
+
     @staticmethod
     def parse(raw: Mapping[str, Any]) -> AdapterConfig:
         """Check and read a config; raises :class:`AdapterError` naming the field at fault."""
         peft_type = raw.get("peft_type", "LORA")
         if peft_type != "LORA":
             raise AdapterError(
-                f"adapter_config.json says peft_type={peft_type!r}; only LORA adapters are served."
+                f"adapter_config.json says peft_type={shown(peft_type)}; only LORA adapters are "
+                "served."
             )
         for name, what in _REFUSED_FIELDS.items():
             if raw.get(name):
@@ -71,16 +76,24 @@ class AdapterConfig:
             rank_pattern=_pattern(raw, "rank_pattern", int),
             alpha_pattern=_pattern(raw, "alpha_pattern", float),
             target_parameters=_names(raw, "target_parameters"),
-            peft_version=str(raw.get("peft_version") or ""),
+            peft_version=_version(raw.get("peft_version")),
             raw=raw,
         )
+
+    @cached_property
+    def _ranks(self) -> PathRules:
+        return PathRules("rank_pattern", self.rank_pattern)
+
+    @cached_property
+    def _alphas(self) -> PathRules:
+        return PathRules("alpha_pattern", self.alpha_pattern)
 
     def rank_for(self, name: str, tensor_rank: int) -> int:
         """Return the config's rank for a module or parameter path, else the tensors' rank.
 
         PEFT's rule: the first pattern with ``re.match(rf"(.*\\.)?({key})$", name)`` wins.
         """
-        found = _first_match(self.rank_pattern, name)
+        found = self._ranks.first(name)
         if found is not None:
             return int(found)
         return self.r if self.r is not None else tensor_rank
@@ -92,7 +105,7 @@ class AdapterConfig:
         of keys.
         """
         rank = self.rank_for(name, tensor_rank)
-        alpha = _first_match(self.alpha_pattern, name)
+        alpha = self._alphas.first(name)
         if alpha is None:
             alpha = self.lora_alpha if self.lora_alpha is not None else float(rank)
         scale = alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
@@ -108,26 +121,20 @@ class AdapterConfig:
         return f"PEFT {self.peft_version}" if self.peft_version else "unknown"
 
 
-def _first_match(patterns: Mapping[str, Any], name: str) -> float | None:
-    for key, value in patterns.items():
-        if re.match(_whole(key), name):
-            return float(value)
-    return None
-
-
-def _whole(key: str) -> str:
-    """Return the expression that PEFT matches a module's path with."""
-    return rf"(.*\.)?({key})$"
-
-
 def _check_init(init: object) -> None:
     if isinstance(init, str) and init.lower().startswith(_INITS_THAT_CHANGE_THE_BASE):
         raise AdapterError(
-            f"adapter_config.json says init_lora_weights={init!r}: this changes the base weights "
-            "too, so the factors don't fit the original model. Save the adapter with PEFT's "
-            "path_initial_model_for_weight_conversion; or, if this model already has the changed "
-            "base weights, set init_lora_weights to true."
+            f"adapter_config.json says init_lora_weights={shown(init)}: this changes the base "
+            "weights too, so the factors don't fit the original model. Save the adapter with "
+            "PEFT's path_initial_model_for_weight_conversion; or, if this model already has the "
+            "changed base weights, set init_lora_weights to true."
         )
+
+
+def _version(value: object) -> str:
+    """Return a version that can be shown; "" for anything that is none."""
+    text = value if isinstance(value, str) else ""
+    return text if text.isprintable() and len(text) <= 64 else ""
 
 
 def _number(raw: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -137,19 +144,19 @@ def _number(raw: Mapping[str, Any], name: str, kind: type) -> Any:
 
 def _checked_number(value: object, name: str, kind: type) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise AdapterError(f"adapter_config.json: {name}={value!r} is not a number.")
+        raise AdapterError(f"adapter_config.json: {name}={shown(value)} is not a number.")
     # The comparison with a float's largest value also holds for whole numbers of any length.
     if not abs(value) <= sys.float_info.max or (kind is int and value < 1):
-        raise AdapterError(f"adapter_config.json: {name}={value!r} is out of range.")
+        raise AdapterError(f"adapter_config.json: {name}={shown(value)} is out of range.")
     if kind is int and value != int(value):
-        raise AdapterError(f"adapter_config.json: {name}={value!r} is not a whole number.")
+        raise AdapterError(f"adapter_config.json: {name}={shown(value)} is not a whole number.")
     return kind(value)
 
 
 def _flag(raw: Mapping[str, Any], name: str) -> bool:
     value = raw.get(name)
     if value is not None and not isinstance(value, bool):
-        raise AdapterError(f"adapter_config.json: {name}={value!r} is not true or false.")
+        raise AdapterError(f"adapter_config.json: {name}={shown(value)} is not true or false.")
     return bool(value)
 
 
@@ -158,19 +165,16 @@ def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, (list, tuple, set)) or not all(isinstance(v, str) for v in value):
-        raise AdapterError(f"adapter_config.json: {name} must be a list of names, got {value!r}.")
+        raise AdapterError(
+            f"adapter_config.json: {name} must be a list of names, got {shown(value)}."
+        )
     return tuple(value)
 
 
 def _pattern(raw: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
     value = raw.get(name) or {}
     if not isinstance(value, Mapping):
-        raise AdapterError(f"adapter_config.json: {name} must be an object, got {value!r}.")
-    for key in value:
-        try:
-            re.compile(_whole(key))
-        except (re.error, OverflowError, RecursionError) as error:
-            raise AdapterError(
-                f"adapter_config.json: {name} key {key!r} is not a regular expression: {error}."
-            ) from error
-    return {key: _checked_number(v, f"{name}: {key}", kind) for key, v in value.items()}
+        raise AdapterError(f"adapter_config.json: {name} must be an object, got {shown(value)}.")
+    if not all(isinstance(key, str) for key in value):
+        raise AdapterError(f"adapter_config.json: a key of {name} is no text.")
+    return {k: _checked_number(v, f"{name}: {shown(k)}", kind) for k, v in value.items()}
