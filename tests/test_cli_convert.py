@@ -1,0 +1,94 @@
+"""``moegraft convert`` and ``moegraft merge``: documents, text, errors of one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tiny
+from moegraft.cli import main
+
+MODELS = tiny.FIXTURES / "models"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_convert_writes_what_inspect_binds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = MODELS / "mixtral"
+    source = tiny.folder("per_expert/mixtral/plain")
+    out = tmp_path / "out"
+    code, text, _ = run(capsys, "convert", source, out, "--to", "peft", "--model", model, "--json")
+    document = json.loads(text)
+    assert code == 0 and document["exact"] and document["refit_error"] == {}
+    assert document["tensors"] == {"read": 56, "written": 16}
+    assert set(document["from"]) == {"per_expert", "linear"} and document["to"] == "peft"
+    code, text, _ = run(capsys, "inspect", out, "--model", model)
+    assert code == 0 and "peft_fused" in text and "binds in full" in text
+    code, text, _ = run(
+        capsys, "convert", out, tmp_path / "back", "--to", "per-expert", "--model", model
+    )
+    assert code == 0 and "56 tensors" in text and "the same delta for every expert" in text
+    written = (tmp_path / "back" / "adapter_model.safetensors").read_bytes()
+    assert b"block_sparse_moe.experts.3.w1.lora_A.weight" in written
+
+
+def test_convert_says_the_error_of_a_refit_and_of_rounding(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tail = ("--model", MODELS / "qwen3_moe", "--to")
+    source = tiny.folder("peft/0.21.2/qwen3_moe/all_linear")
+    code, text, _ = run(capsys, "convert", source, tmp_path / "a", *tail, "peft", "--rank", 2)
+    assert code == 0 and "gate_up: rank 2, the delta is up to" in text and "not exact" in text
+    source = tiny.folder("per_expert/qwen3_moe/rank_pattern_gate")
+    code, text, _ = run(capsys, "convert", source, tmp_path / "b", *tail, "peft")
+    assert code == 0 and "rounded in" in text and "but for rounding" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", ["convert", "merge"])
+def test_errors_are_one_line_and_write_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    model, adapter, out = MODELS / "qwen3_moe", tiny.folder(tiny.EXPERTS), tmp_path / "out"
+
+    def error(source: Path, target: Path, folder: Path = model, to: str = "3d") -> str:
+        arguments: tuple[object, ...] = (folder, source, target)
+        if command == "convert":
+            arguments = (source, target, "--to", to, "--model", folder)
+        code, text, message = run(capsys, command, *arguments)
+        last = message.splitlines()[-1]
+        assert code == 2 and text == "" and last.startswith("error: ")
+        assert not out.exists()
+        return last
+
+    assert "no adapter at" in error(tmp_path / "none", out)
+    assert "exists already" in error(adapter, tmp_path)
+    assert "bound 0 of 3" in error(tiny.folder("peft/0.21.2/qwen3_moe/embedding"), out)
+    assert "no model folder" in error(adapter, out, tmp_path / "none")
+    assert "GptOss" in error(adapter, out, MODELS / "gpt_oss")
+    if command == "convert":
+        assert "own for each expert" in error(adapter, out, to="shared-outer")
+        assert "fused" in error(adapter, out, to="fused")
+
+
+def test_merge_writes_a_model_and_says_what_changed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ("merge", MODELS / "gpt_oss", tiny.folder("peft/0.21.2/gpt_oss/experts"))
+    code, text, _ = run(capsys, *arguments, tmp_path / "a", "--json")
+    document = json.loads(text)
+    assert code == 0 and document["files"] == ["model.safetensors"]
+    assert len(document["changed"]) == 8 and document["tensors"] == 37
+    code, text, _ = run(capsys, *arguments, tmp_path / "b")
+    assert code == 0 and "8 of 37 tensors changed" in " ".join(text.split())
+    skipped = (*arguments, tmp_path / "c", "--skip", "experts", "--json")
+    document = json.loads(run(capsys, *skipped)[1])
+    assert len(document["changed"]) == 4 and len(document["skipped"]) == 8
