@@ -2,16 +2,16 @@
 
 vLLM finds the class of a wrapper in a tuple, and asks some objects for the *name* of their class:
 the classes here bear the names of those they replace. A wrapper owns the slot tensors
-``[slots, E or 1, rank, in]`` and ``[slots, E or 1, out, rank]``; ``set_lora`` overwrites a slot with
-one adapter, scaled already, ``reset_lora`` with zeros. Both happen between steps.
+``[slots, E or 1, rank, in]`` and ``[slots, E or 1, out, rank]``; ``set_lora`` overwrites a slot
+with one adapter, scaled already, ``reset_lora`` with zeros. Both happen between steps.
 
-Factors B are kept rank-major here, ``[slots, E or 1, rank, out]``, behind views of vLLM's shape: the
-kernels read whole rank rows, and in place.
+Factors B are kept rank-major here, ``[slots, E or 1, rank, out]``, behind views of vLLM's shape:
+the kernels read whole rank rows, and in place.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.lora.layers import fused_moe as stock
@@ -68,7 +68,13 @@ class _ExpertsOnMoegraft:
         """Fill a slot with one adapter; A is ``[E or 1, rank, in]`` for each of vLLM's slices."""
         super().set_lora(index, lora_a, lora_b)  # type: ignore[misc]
         if self._moegraft_pool is not None:
-            self._moegraft_pool.load(index, _ranks(self._moegraft_pool, lora_a))
+            _load(self._moegraft_pool, index, lora_a, lora_b)
+
+    def _match_expert_dim(self, src: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        """Let one factor for all experts be copied to each, where the slots have room for each."""
+        if self._moegraft_pool is not None and src.shape[0] == 1:
+            return src
+        return super()._match_expert_dim(src, buffer)  # type: ignore[misc]
 
 
 class FusedMoEWithLoRA(_ExpertsOnMoegraft, stock.FusedMoEWithLoRA):
@@ -102,13 +108,23 @@ def _pool(wrapper: Any, found: Formula) -> ForeignPool:
     )
 
 
-def _ranks(pool: ForeignPool, lora_a: list[torch.Tensor]) -> dict[str, int]:
-    """Return projection -> rank. vLLM's order is gate, down, up; or gate and up in one, down.
+def _load(pool: ForeignPool, slot: int, lora_a: list[Any], lora_b: list[Any]) -> None:
+    """Tell the pool what a slot holds now.
 
-    Experts without a gate have their up first, and once more in the third place.
+    vLLM's order is gate, down, up; or gate and up in one, down. Experts without a gate have their
+    up first, and once more in the third place. One entry in place of E is shared by all experts.
     """
-    first, down = int(lora_a[0].shape[1]), int(lora_a[1].shape[1])
-    if not pool.site.gated:
-        return {"up": first, "down": down}
-    up = int(lora_a[2].shape[1]) if len(lora_a) == 3 else first
-    return {"gate": first, "up": up, "down": down}
+    if pool.site.gated:
+        of = {"gate": 0, "up": 2 if len(lora_a) == 3 else 0, "down": 1}
+    else:
+        of = {"up": 0, "down": 1}
+    tensors: dict[tuple[str, Literal["A", "B"]], torch.Tensor] = {
+        **{(name, "A"): lora_a[i] for name, i in of.items()},
+        **{(name, "B"): lora_b[i] for name, i in of.items()},
+    }
+    pool.load(
+        slot,
+        {name: int(lora_a[i].shape[1]) for name, i in of.items()},
+        shared=[factor for factor, tensor in tensors.items() if tensor.shape[0] == 1],
+        one_a=pool.site.gated and lora_a[of["gate"]] is lora_a[of["up"]],
+    )

@@ -1,9 +1,10 @@
 """Where vLLM lets others in, and where it is opened: what is replaced, all in one place.
 
 - The tuple of LoRA wrapper classes, from which vLLM picks one per layer.
-- ``FusedMoEModularMethod``, through vLLM's registry of out-of-tree operators: from 0.33 on a reload of
-  weights makes a new kernel object, and moegraft's experts must be put into that one too.
+- ``FusedMoEModularMethod``, through vLLM's registry of out-of-tree operators: from 0.33 on a reload
+  of weights makes a new kernel object, and moegraft's experts must be put into that one too.
 - The name of the platform's punica wrapper class.
+- How adapters are read and added, see :mod:`moegraft.hosts.vllm.loading`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def install() -> None:
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.fused_moe import fused_moe_modular_method as method
 
-    from moegraft.hosts.vllm import layers
+    from moegraft.hosts.vllm import layers, loading
     from moegraft.hosts.vllm.method import ModularMethod
 
     ours: dict[Any, Any] = {
@@ -52,6 +53,7 @@ def install() -> None:
     CustomOp.register_oot(ModularMethod, name=_METHOD)
     ModularMethod.name = method.FusedMoEModularMethod.name  # what custom_ops lists call it
     _replace_punica()
+    loading.install()
     logger.info("moegraft is active: MoE layers with LoRA run on it.")
 
 
