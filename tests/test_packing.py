@@ -10,11 +10,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moegraft.adapters import ModelSpec, bind, check_bound, make_source, read_adapter
-from moegraft.factors import TableLayout
+from moegraft.adapters import (
+    AdapterBank,
+    ModelSpec,
+    ReadOptions,
+    bind,
+    check_bound,
+    make_source,
+    read_adapter,
+)
+from moegraft.adapters.checksum import checksum_of
+from moegraft.factors import SCALE_F32, PackedAdapter, TableLayout
 from moegraft.packing import pack_adapter, packed_bytes, plan_adapter
 from moegraft.sites import expert_site, linear_site
-from moegraft.testing import random_adapter
+from moegraft.testing import assert_same_factors, random_adapter
 from moegraft.types import SiteFactors
 
 SITES = (expert_site("layers.0.experts", 12, 16, 8), linear_site("layers.0.q_proj", 16, 10))
@@ -129,3 +138,91 @@ def test_what_no_factor_fills_is_zero() -> None:
     plan_adapter(factors, LAYOUT, torch.float32).fill(filled)
     assert bool(torch.isfinite(filled).all())
     assert torch.equal(filled, pack_adapter(factors, LAYOUT, torch.float32).data)
+
+
+def test_a_file_of_exactly_the_models_factors_is_packed_inside_of_its_own_memory(
+    tmp_path: Path,
+) -> None:
+    sites = tuple(expert_site(f"layers.{i}.experts", 12, 16, 8) for i in range(11))
+    layout, spec = TableLayout.of(sites), ModelSpec(sites)
+    tensors = {
+        name.replace("layers.0.", f"layers.{i}."): tensor
+        for i in range(11)
+        for name, tensor in per_expert(seed=i).items()
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"r": 3, "lora_alpha": 3}')
+
+    def packed(own: bool) -> PackedAdapter:
+        source = read_adapter(tmp_path)
+        assert source.memory is not None
+        memory = source.memory if own else None
+        found = pack_adapter(bind(source, spec).factors, layout, torch.float32, memory=memory)
+        assert (found.data.data_ptr() == source.memory.data_ptr()) == own
+        return found
+
+    plain, inside = packed(False), packed(True)
+    assert plain.num_bytes == inside.num_bytes
+    assert list(plain.spans) == list(inside.spans) == [site.name for site in sites]
+    assert plain.spans != inside.spans  # layers.10 lies behind layers.1 in the file
+    for site, (begin, end) in plain.spans.items():
+        own_begin, own_end = inside.spans[site]
+        assert torch.equal(inside.data[own_begin:own_end], plain.data[begin:end])
+    assert checksum_of(plain, layout) == checksum_of(inside, layout)
+    for which in (plain, inside):
+        bank = AdapterBank(sites, num_slots=1, max_rank=3, dtype=torch.float32)
+        bank.write(0, "a", which)
+        for site in sites:
+            wanted = bind(read_adapter(tmp_path), spec).factors[site.name]
+            assert_same_factors(bank.site_table(site.name).factors(0), wanted, site)
+
+
+@pytest.mark.parametrize("what", ["dtype", "more in the file", "one expert's rank"])
+def test_a_file_that_does_not_fit_its_own_memory_is_packed_elsewhere(
+    tmp_path: Path, what: str
+) -> None:
+    tensors = per_expert()
+    skip: tuple[str, ...] = ()
+    if what == "more in the file":
+        skip = ("down_proj",)
+    elif what == "one expert's rank":
+        for leaf, dim in (("lora_A", 0), ("lora_B", 1)):
+            key = f"layers.0.mlp.experts.5.up_proj.{leaf}.weight"
+            tensors[key] = tensors[key].narrow(dim, 0, 2).contiguous()
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"r": 3, "lora_alpha": 3}')
+    dtype = torch.bfloat16 if what == "dtype" else torch.float32
+    source = read_adapter(tmp_path)
+    assert source.memory is not None
+    found = bind(source, ModelSpec(SITES), ReadOptions(skip=skip))
+    check_bound(found.report, ModelSpec(SITES))
+    before = source.memory.clone()
+    wanted = pack_adapter(found.factors, LAYOUT, dtype)
+    packed = pack_adapter(found.factors, LAYOUT, dtype, memory=source.memory)
+    assert torch.equal(source.memory, before)
+    assert torch.equal(packed.row, wanted.row) and torch.equal(packed.data, wanted.data)
+
+
+@pytest.mark.parametrize("change", ["a value", "two values", "a scale", "nothing"])
+def test_the_checksum_sees_every_change(change: str) -> None:
+    factors = random_adapter(SITES, 3, seed=2).factors
+    packed = pack_adapter(factors, LAYOUT, torch.float32)
+    before = checksum_of(packed, LAYOUT)
+    if change == "a value":
+        packed.data[5] += 1
+    elif change == "two values":  # exchanged, so plain sums are the same
+        packed.data[[3, 40]] = packed.data[[40, 3]]
+    elif change == "a scale":
+        LAYOUT.records(packed.row, SITES[0]).view(torch.float32)[0, SCALE_F32] *= 2
+    assert (checksum_of(packed, LAYOUT) == before) == (change == "nothing")
+
+
+def test_the_checksum_of_many_blocks_depends_on_their_order() -> None:
+    row, spans = torch.zeros(LAYOUT.row_words, dtype=torch.int64), {"x": (0, 5 * 65536 + 8)}
+    data = torch.randn(5 * 65536 + 8, generator=torch.Generator().manual_seed(0))
+    first = checksum_of(PackedAdapter(data, row, 3, spans), LAYOUT)
+    moved = torch.cat([data[65536:131072], data[:65536], data[131072:]])
+    assert checksum_of(PackedAdapter(moved, row, 3, spans), LAYOUT) != first
+    moved = data.clone()
+    moved[-1] += 1
+    assert checksum_of(PackedAdapter(moved, row, 3, spans), LAYOUT) != first

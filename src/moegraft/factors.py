@@ -110,11 +110,14 @@ class PackedAdapter:
         data: 1-D factors in the bank's dtype, every matrix row 16-byte aligned.
         row: int64 ``[row_words]`` table row whose offsets count from the start of ``data``.
         max_rank: the largest rank of any projection.
+        spans: site name -> (begin, end) of its factors in ``data``, in elements; sites in the
+            order of the model, their spans in any.
     """
 
     data: torch.Tensor
     row: torch.Tensor
     max_rank: int
+    spans: Mapping[str, tuple[int, int]]
 
     @property
     def num_bytes(self) -> int:

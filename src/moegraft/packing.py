@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class Piece(NamedTuple):
     """One factor and its place.
 
     Attributes:
+        site: name of its site.
         offset: elements from the start of the data.
         matrix: ``[entries, R, in]`` of an A, ``[entries, out, R]`` of a B.
         is_b: True for a B, which is stored rank-major, ``[entries, R, out]``.
@@ -45,6 +47,7 @@ class Piece(NamedTuple):
             they are.
     """
 
+    site: str
     offset: int
     matrix: torch.Tensor
     is_b: bool
@@ -57,16 +60,21 @@ class PackPlan:
     """Where an adapter's factors go.
 
     Attributes:
-        pieces: the factors; together they cover the data.
-        elements: the length of the data.
+        pieces: the factors, site by site; together they cover the data.
+        spans: site name -> (begin, end) of its pieces in the data.
         row: the table row that points into it.
         max_rank: the largest rank of any projection.
     """
 
     pieces: Sequence[Piece]
-    elements: int
+    spans: Mapping[str, tuple[int, int]]
     row: torch.Tensor
     max_rank: int
+
+    @property
+    def elements(self) -> int:
+        """The length of the data."""
+        return max((end for _, end in self.spans.values()), default=0)
 
     def fill(self, data: torch.Tensor) -> None:
         """Copy all factors into ``data`` ``[elements]``, cast to its dtype.
@@ -76,6 +84,10 @@ class PackPlan:
         """
         for piece in self.pieces:
             _place(piece, data)
+
+    def packed(self, data: torch.Tensor) -> PackedAdapter:
+        """Return the adapter whose factors :meth:`fill` put into ``data``."""
+        return PackedAdapter(data, self.row, self.max_rank, self.spans)
 
 
 def packed_bytes(
@@ -90,6 +102,7 @@ def pack_adapter(
     layout: TableLayout,
     dtype: torch.dtype,
     pin_memory: bool = False,
+    memory: torch.Tensor | None = None,
 ) -> PackedAdapter:
     """Lay an adapter's factors out as the arena holds them.
 
@@ -98,26 +111,89 @@ def pack_adapter(
         layout: the model's table layout.
         dtype: dtype of the arena; factors are cast once, here.
         pin_memory: put ``data`` in page-locked memory, for asynchronous copies to a GPU.
+        memory: uint8 buffer that the factors are views of and that nobody needs afterwards. Where
+            they fill it site by site they are put in order inside of it, and it becomes ``data``:
+            a large adapter is then never in memory twice.
     """
     plan = plan_adapter(factors, layout, dtype)
+    if memory is not None and memory.is_pinned() == pin_memory:
+        begins = own_spans(plan, memory, dtype)
+        if begins is not None:
+            plan = plan_adapter(factors, layout, dtype, begins)
+            return plan.packed(reorder(plan, memory.view(dtype)))
     data = torch.empty(plan.elements, dtype=dtype, pin_memory=pin_memory)
     plan.fill(data)
-    return PackedAdapter(data, plan.row, plan.max_rank)
+    return plan.packed(data)
+
+
+def own_spans(plan: PackPlan, memory: torch.Tensor, dtype: torch.dtype) -> dict[str, int] | None:
+    """Return where in ``memory`` each site's factors begin; None unless they fill it.
+
+    That is so when all factors are views of it in ``dtype``, those of one site lie in one span of
+    exactly the length that they have packed, and the spans of all sites are all of the memory.
+    """
+    storage = memory.untyped_storage().data_ptr()
+    begins: dict[str, int] = {}
+    spans: list[tuple[int, int]] = []
+    for site, pieces in groupby(plan.pieces, key=lambda piece: piece.site):
+        matrices = [piece.matrix for piece in pieces]
+        if any(m.dtype != dtype or m.untyped_storage().data_ptr() != storage for m in matrices):
+            return None
+        begin = min(int(matrix.storage_offset()) for matrix in matrices)
+        end = max(int(matrix.storage_offset()) + _extent(matrix) for matrix in matrices)
+        packed_begin, packed_end = plan.spans[site]
+        if end - begin != packed_end - packed_begin or begin * dtype.itemsize % UNIT_BYTES:
+            return None
+        begins[site] = begin
+        spans.append((begin, end))
+    spans.sort()
+    if any(end > begin for (_, end), (begin, _) in pairwise(spans)):
+        return None
+    total = sum(end - begin for begin, end in spans)
+    return begins if total * dtype.itemsize == memory.numel() else None
+
+
+def _extent(matrix: torch.Tensor) -> int:
+    """Return the elements from a tensor's first to behind its last one in memory."""
+    return 1 + sum((n - 1) * step for n, step in zip(matrix.shape, matrix.stride(), strict=True))
+
+
+def reorder(plan: PackPlan, data: torch.Tensor) -> torch.Tensor:
+    """Put factors that fill ``data`` in the order of the plan, one site at a time."""
+    longest = max(end - begin for begin, end in plan.spans.values())
+    staging = torch.empty(longest, dtype=data.dtype)
+    for site, pieces in groupby(plan.pieces, key=lambda piece: piece.site):
+        begin, end = plan.spans[site]
+        for piece in pieces:
+            _place(piece._replace(offset=piece.offset - begin), staging)
+        data[begin:end].copy_(staging[: end - begin])
+    return data
 
 
 def plan_adapter(
-    factors: Mapping[str, SiteFactors], layout: TableLayout, dtype: torch.dtype
+    factors: Mapping[str, SiteFactors],
+    layout: TableLayout,
+    dtype: torch.dtype,
+    begins: Mapping[str, int] | None = None,
 ) -> PackPlan:
     """Find every factor's place; AdapterError when one does not fit a site of ``layout``.
 
-    Experts come in their order, whatever order their entries are in, so equal adapters give equal
-    bytes.
+    Sites and experts come in their order, whatever order they were found in, so equal adapters
+    give equal bytes.
+
+    Args:
+        factors: site name -> factors.
+        layout: the model's table layout.
+        dtype: dtype of the arena.
+        begins: site name -> where its factors begin; None = one site behind the other.
     """
+    sites = {name: checked_site(layout.sites, name, found) for name, found in factors.items()}
     row = empty_row(layout)
     num_records = sum(len(site.projections) for site in layout.sites)
     words = row.numpy()[: num_records * RECORD_WORDS].reshape(num_records, RECORD_WORDS)
     ints, floats = words.view("int32"), words.view("float32")
     pieces: list[Piece] = []
+    spans: dict[str, tuple[int, int]] = {}
     elements = max_rank = 0
 
     def place(matrix: torch.Tensor, is_b: bool, order: torch.Tensor | None) -> tuple[int, int, int]:
@@ -126,14 +202,17 @@ def plan_adapter(
         row_stride = align(width, dtype)
         offset = elements
         own_order = order if order is not None and len(order) == entries else None
-        pieces.append(Piece(offset, matrix, is_b, row_stride, own_order))
+        pieces.append(Piece(name, offset, matrix, is_b, row_stride, own_order))
         elements += entries * rank * row_stride
         expert_stride = 0 if entries == 1 else rank * row_stride
         return offset * dtype.itemsize // UNIT_BYTES, expert_stride, row_stride
 
-    for name, site_factors in factors.items():
-        site = checked_site(layout.sites, name, site_factors)
+    for name in layout.first_record:
+        if name not in factors:
+            continue
+        site, site_factors = sites[name], factors[name]
         first = layout.first_record[name]
+        begin = elements = elements if begins is None else begins.get(name, elements)
         expert_map, order = _in_expert_order(site, site_factors)
         previous: LoraFactor | None = None
         for i, projection in enumerate(site.projections, first):
@@ -152,7 +231,8 @@ def plan_adapter(
         place_of_map = layout.expert_map(row, site)
         if place_of_map is not None:
             place_of_map.copy_(expert_map)
-    return PackPlan(pieces, elements, row, max_rank)
+        spans[name] = (begin, elements)
+    return PackPlan(pieces, spans, row, max_rank)
 
 
 def _in_expert_order(site: Site, factors: SiteFactors) -> tuple[torch.Tensor, torch.Tensor | None]:

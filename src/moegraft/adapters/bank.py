@@ -9,7 +9,7 @@ import torch
 
 from moegraft.adapters.arena import FreeList
 from moegraft.adapters.streams import StreamOrder
-from moegraft.errors import AdapterError
+from moegraft.errors import AdapterError, shown
 from moegraft.factor_table import Arena, SiteTable
 from moegraft.factors import UNIT_BYTES, PackedAdapter, TableLayout, empty_row
 from moegraft.sites import Site
@@ -58,10 +58,12 @@ class AdapterBank:
         if not whole or num_slots < 1 or max_rank < 1:
             raise AdapterError(
                 "A bank needs at least one slot (max_adapters) and rank 1, in whole numbers; got "
-                f"num_slots={num_slots!r}, max_rank={max_rank!r}."
+                f"num_slots={shown(num_slots)}, max_rank={shown(max_rank)}."
             )
-        if arena_bytes is not None and arena_bytes < 0:
-            raise AdapterError(f"arena_bytes={arena_bytes} is negative; None = grow as needed.")
+        if arena_bytes is not None and (not isinstance(arena_bytes, int) or arena_bytes < 0):
+            raise AdapterError(
+                f"arena_bytes={shown(arena_bytes)} is no number of bytes; None = grow as needed."
+            )
         self.layout = TableLayout.of(sites)
         self.num_slots = num_slots
         self.max_rank = max_rank
@@ -103,7 +105,12 @@ class AdapterBank:
 
         Torch's allocator of such memory does not give a block away before its copies are done.
         """
-        return row.pin_memory() if self.device.type == "cuda" else row
+        return row.pin_memory() if self.pins else row
+
+    @property
+    def pins(self) -> bool:
+        """True when adapters on the host belong in page-locked memory."""
+        return self.device.type == "cuda"
 
     def site_table(self, name: str) -> SiteTable:
         """Return one site's view of all slots; it stays valid for the bank's life."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moegraft.adapters import combine
+from moegraft.adapters.gc_pause import gc_paused
 from moegraft.adapters.layouts import LAYOUTS, ReadOptions
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.report import BindReport, ProjectionReport, SiteReport
@@ -50,6 +51,7 @@ class BoundAdapter:
     report: BindReport
 
 
+@gc_paused()
 def bind(
     source: AdapterSource, spec: ModelSpec, options: ReadOptions | None = None
 ) -> BoundAdapter:
@@ -92,8 +94,8 @@ def bind(
         pending -= result.used | set(result.refused)
     factors, copies = combine.store_equal_copies_once(factors)
     notes += copies
-    times = Counter(source.keys.values())
-    for key in source.tensors:
+    times = Counter(source.keys.values()) if pending else Counter()
+    for key in source.tensors if pending else ():
         if key in pending:
             refused[key] = _LEAF_REASONS.get(source.keys[key].leaf) or (
                 _TWICE if times[source.keys[key]] > 1 else _why_left(source, spec, key)
@@ -179,6 +181,8 @@ def _skip(source: AdapterSource, options: ReadOptions) -> tuple[set[str], list[s
 
 def _magnitudes_alone(source: AdapterSource, skipped: set[str]) -> list[str]:
     """Return the skipped DoRA magnitudes with factors of the same module that are not skipped."""
+    if not any(source.keys[key].leaf == "dora" for key in skipped):
+        return []
     kept = {
         _WRAPPED.sub("", source.keys[key].module)
         for key in set(source.tensors) - skipped

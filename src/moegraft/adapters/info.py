@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -93,10 +92,3 @@ def check_covers(name: str, old: BindReport, new: BindReport) -> None:
             f"{shorten(lost)} (experts or places that are left). An update replaces all of an "
             "adapter: give all its tensors. To make it another adapter, load() it."
         )
-
-
-def checksum_of(packed: PackedAdapter) -> str:
-    """Return the hexadecimal digest of the factors and scales as served."""
-    digest = hashlib.blake2b(packed.row.numpy().tobytes(), digest_size=16)
-    digest.update(packed.data.view(torch.uint8).numpy().data)
-    return digest.hexdigest()

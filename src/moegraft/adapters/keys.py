@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Leaf = Literal["lora_A", "lora_B", "lora_B_bias", "dora", "embedding", "full"]
 
@@ -18,8 +17,7 @@ _LEAVES: dict[str, Leaf] = {
 }
 
 
-@dataclass(frozen=True)
-class AdapterKey:
+class AdapterKey(NamedTuple):
     """One tensor's name.
 
     Attributes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 
 from moegraft.adapters.config import AdapterConfig
 from moegraft.adapters.file_policy import DEFAULT_POLICY, FilePolicy
+from moegraft.adapters.finite import check_finite
+from moegraft.adapters.gc_pause import gc_paused
 from moegraft.adapters.header import STORED_DTYPES, check_tensor_name, wrong_dtype
 from moegraft.adapters.keys import AdapterKey, parse_key
 from moegraft.adapters.safe_open import check_inside, open_regular, path_text
@@ -33,20 +35,26 @@ class AdapterSource:
         keys: the same keys parsed.
         config: its configuration.
         origin: where it came from, for messages.
+        memory: uint8 buffer that all tensors are views of, when it was made for them.
     """
 
     tensors: Mapping[str, torch.Tensor]
     keys: Mapping[str, AdapterKey]
     config: AdapterConfig
     origin: str
+    memory: torch.Tensor | None = None
 
 
-def read_adapter(path: str | Path, policy: FilePolicy = DEFAULT_POLICY) -> AdapterSource:
+@gc_paused()
+def read_adapter(
+    path: str | Path, policy: FilePolicy = DEFAULT_POLICY, pin_memory: bool = False
+) -> AdapterSource:
     """Read an adapter folder (or its safetensors file, with the config beside it).
 
     Args:
         path: where it is; relative ones are relative to the current folder, as everywhere.
         policy: where adapters may lie, and limits for what files claim.
+        pin_memory: read it into page-locked memory, for asynchronous copies to a GPU.
 
     Raises:
         AdapterError: nothing there, outside of the allowed root, a pickle file, a damaged or
@@ -74,18 +82,29 @@ def read_adapter(path: str | Path, policy: FilePolicy = DEFAULT_POLICY) -> Adapt
             f"There is no adapter at {path_text(path)}: expected a folder with {WEIGHTS_FILE} and "
             f"{CONFIG_FILE}. moegraft never downloads; fetch the adapter first."
         )
-    tensors = read_tensors(weights, policy)
+    file = read_tensors(weights, policy, pin_memory)
     config = _load_config(folder / CONFIG_FILE, policy)
     name = str(path)
-    return make_source(tensors, config, name if name.isprintable() else path_text(path))
+    origin = name if name.isprintable() else path_text(path)
+    source = make_source(file.tensors, config, origin, file.runs)
+    return replace(source, memory=file.memory)
 
 
+@gc_paused()
 def make_source(
     tensors: Mapping[str, torch.Tensor],
     config: Mapping[str, Any] | None = None,
     origin: str = "tensors in memory",
+    memory: Iterable[torch.Tensor] = (),
 ) -> AdapterSource:
     """Check live tensors and a config (the JSON of adapter_config.json) and wrap them.
+
+    Args:
+        tensors: name -> tensor.
+        config: the JSON of adapter_config.json.
+        origin: what to call them in messages.
+        memory: tensors that together hold every value of ``tensors``, when they are views of a few
+            buffers: these are then checked for NaN and infinity in one pass.
 
     Raises:
         AdapterError: no LoRA tensors, a dtype that can't be served, NaN or Inf, a bad config.
@@ -110,15 +129,11 @@ def make_source(
     for key, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise wrong_dtype(origin, key, tensor.dtype)
-        if not bool(torch.isfinite(tensor).all()):
-            count = int((~torch.isfinite(tensor)).sum())
-            raise AdapterError(
-                f"{origin}: {key} holds {count} NaN or infinite values of {tensor.numel()}; the "
-                "adapter is damaged (did its training diverge?) and is refused."
-            )
+    check_finite(tensors, origin, memory)
     keys = {key: parse_key(key) for key in tensors}
     # A trainer's live parameters carry gradients; what is served must not.
-    tensors = {key: tensor.detach() for key, tensor in tensors.items()}
+    if any(tensor.requires_grad for tensor in tensors.values()):
+        tensors = {key: tensor.detach() for key, tensor in tensors.items()}
     return AdapterSource(tensors, keys, AdapterConfig.parse(config or {}), origin)
 
 

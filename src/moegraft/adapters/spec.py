@@ -56,6 +56,11 @@ class ModelSpec:
         return found
 
     @cached_property
+    def _last_parts(self) -> frozenset[str]:
+        """What a path must end in to be found by its suffix; tells most paths apart at once."""
+        return frozenset(s.rpartition(".")[2] for s in self._by_suffix) | {"language_model"}
+
+    @cached_property
     def _known_prefixes(self) -> frozenset[str]:
         own = {part for path in self._by_path for part in _layer_prefix(path)}
         return _WRAPPERS | own
@@ -76,7 +81,8 @@ class ModelSpec:
         """Find the site of a module path: by name, by alias, or by the part after ``layers.``."""
         if path in self._by_path:
             return self._by_path[path]
-        if self._is_elsewhere(path):
+        last = path.rpartition(".")[2]
+        if _SYNONYMS.get(last, last) not in self._last_parts or self._is_elsewhere(path):
             return None
         names = self._by_suffix.get(_layer_suffix(path), set())
         return self._by_path[next(iter(names))] if len(names) == 1 else None

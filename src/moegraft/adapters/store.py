@@ -11,13 +11,13 @@ import torch
 
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.bind import BoundAdapter
+from moegraft.adapters.checksum import checksum_of
 from moegraft.adapters.info import (
     AdapterInfo,
     ReadAs,
     check_covers,
     check_name,
     check_overflow,
-    checksum_of,
 )
 from moegraft.adapters.residency import Entry, Residency
 from moegraft.errors import AdapterError
@@ -42,7 +42,13 @@ class AdapterStore:
         self._residency = Residency(bank)
         self._versions = itertools.count(1)
 
-    def add(self, name: str, bound: BoundAdapter, read_as: ReadAs | None = None) -> AdapterInfo:
+    def add(
+        self,
+        name: str,
+        bound: BoundAdapter,
+        read_as: ReadAs | None = None,
+        memory: torch.Tensor | None = None,
+    ) -> AdapterInfo:
         """Store an adapter; an existing one of that name is replaced by a new version.
 
         It comes into a slot at its next use; an older version that nobody uses leaves its slot now.
@@ -51,13 +57,15 @@ class AdapterStore:
             name: any printable label.
             bound: its factors.
             read_as: how they were read, for updates.
+            memory: uint8 buffer that the factors are views of, given away: where it holds nothing
+                else it becomes the stored adapter, and ``bound`` is of no use afterwards.
 
         Raises:
             AdapterError: a bad name, a rank over the bank's maximum, or values that the model's
                 dtype can't hold. Nothing has changed then.
         """
         check_name(name)
-        entry = self._new_entry(name, bound, read_as)
+        entry = self._new_entry(name, bound, read_as, memory)
         with self._lock:
             old = self._entries.get(name)
             if old is not None:
@@ -224,14 +232,20 @@ class AdapterStore:
         self._residency.acquire(entries)
         return entries
 
-    def _new_entry(self, name: str, bound: BoundAdapter, read_as: ReadAs | None) -> Entry:
+    def _new_entry(
+        self,
+        name: str,
+        bound: BoundAdapter,
+        read_as: ReadAs | None,
+        memory: torch.Tensor | None = None,
+    ) -> Entry:
         """Pack and check an adapter; it gets its version when it takes the name."""
         self._bank.check_rank(name, bound.report.max_rank)
-        pin = self._bank.device.type == "cuda"
-        packed = pack_adapter(bound.factors, self._bank.layout, self._bank.dtype, pin)
+        bank = self._bank
+        packed = pack_adapter(bound.factors, bank.layout, bank.dtype, bank.pins, memory)
         self._bank.check_fits(name, packed)
         check_overflow(name, packed)
-        return Entry(name, 0, checksum_of(packed), packed, bound.report, read_as)
+        return Entry(name, 0, checksum_of(packed, self._bank.layout), packed, bound.report, read_as)
 
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:

@@ -113,10 +113,10 @@ def pair_up(
     A second tensor for the same module and leaf is left out, so it is refused in the end.
     """
     modules: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
-    for name in source.tensors:
-        key = source.keys[name]
-        if name in pending and key.leaf in ("lora_A", "lora_B"):
-            modules.setdefault(key.module, {}).setdefault(key.leaf, (name, source.tensors[name]))
+    for name, tensor in source.tensors.items() if pending else ():
+        module, leaf = source.keys[name]
+        if leaf in ("lora_A", "lora_B") and name in pending:
+            modules.setdefault(module, {}).setdefault(leaf, (name, tensor))
     return modules
 
 

@@ -45,10 +45,16 @@ class PerExpert:
         result = LayoutResult()
         found: dict[str, dict[str, dict[int, _Entry]]] = {}
         sites: dict[str, Site] = {}
+        site_of: dict[str, Site | None] = {}
         for module, parts in pair_up(source, pending).items():
             match = _PATH.match(module)
-            site = spec.resolve_experts(match["experts"]) if match else None
-            if match is None or site is None:
+            if match is None:
+                continue
+            path = match["experts"]
+            if path not in site_of:
+                site_of[path] = spec.resolve_experts(path)
+            site = site_of[path]
+            if site is None:
                 continue
             keys = [key for key, _ in parts.values()]
             expert, name = int(match["expert"]), EXPERT_NAMES.get(match["projection"], "")

@@ -1,0 +1,57 @@
+"""A checksum of large buffers at the speed of memory, the same on every device."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import torch
+
+from moegraft.factors import A_OFFSET, B_OFFSET, PackedAdapter, TableLayout
+
+#: Words of a block, 256 KiB: what is summed up stays in a core's cache.
+_BLOCK = 32768
+#: Blocks that a device without integer products of matrices sums up at once.
+_BLOCKS_AT_ONCE = 256
+
+
+def checksum_of(packed: PackedAdapter, layout: TableLayout) -> str:
+    """Return 32 hexadecimal digits for the factors and scales as served.
+
+    Equal content gives equal digits, whatever layout it came in and wherever its sites lie. Every
+    change of one word changes them, and any other change does but for a chance of about 2^-60. It
+    tells versions apart; it is no proof against somebody who wants two adapters to have the same.
+
+    Each block of a site's 64-bit words is multiplied with fixed odd weights and summed up modulo
+    2^64; the sums and the table row go through BLAKE2b.
+    """
+    row = packed.row.clone()
+    for site in layout.sites:
+        layout.records(row, site)[:, [A_OFFSET, B_OFFSET]] = 0  # where, not what
+    digest = hashlib.blake2b(row.numpy().tobytes(), digest_size=16)
+    sums = [_block_sums(packed.data[begin:end]) for begin, end in packed.spans.values()]
+    if sums:
+        digest.update(torch.cat(sums).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _block_sums(data: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sums of all blocks, int64; a last block may be shorter."""
+    words = data.view(torch.int64)
+    weights = _weights(data.device)
+    whole = words.numel() // _BLOCK * _BLOCK
+    blocks, rest = words[:whole].view(-1, _BLOCK), words[whole:]
+    if data.device.type == "cpu":
+        sums = [torch.mv(blocks, weights)]
+    else:
+        sums = [(some * weights).sum(1) for some in blocks.split(_BLOCKS_AT_ONCE)]
+    return torch.cat([*sums, (rest * weights[: rest.numel()]).sum(0, keepdim=True)])
+
+
+@lru_cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Return odd numbers without a pattern (SplitMix64), int64 ``[_BLOCK]``."""
+    state = torch.arange(1, _BLOCK + 1, dtype=torch.int64) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        state = (state ^ (state >> shift)) * factor
+    return ((state ^ (state >> 31)) | 1).to(device)

@@ -1,0 +1,42 @@
+"""Are all values finite? Asked of whole buffers first: one pass, no call per tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from moegraft.errors import AdapterError
+
+
+def check_finite(
+    tensors: Mapping[str, torch.Tensor], origin: str, memory: Iterable[torch.Tensor] = ()
+) -> None:
+    """Refuse NaN and infinity.
+
+    Args:
+        tensors: name -> tensor, fp32/bf16/fp16.
+        origin: what to call them in messages.
+        memory: tensors that together hold every value of ``tensors``; when these are finite
+            nothing else is looked at. None known = each tensor by itself.
+
+    Raises:
+        AdapterError: names the first tensor that holds such a value, and says how many.
+    """
+    buffers = list(memory)
+    if buffers and all(map(is_finite, buffers)):
+        return
+    for key, tensor in tensors.items():
+        if not is_finite(tensor):
+            count = int((~torch.isfinite(tensor)).sum())
+            raise AdapterError(
+                f"{origin}: {key} holds {count} NaN or infinite values of {tensor.numel()}; the "
+                "adapter is damaged (did its training diverge?) and is refused."
+            )
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """True when no value is NaN or infinite: the least and the largest say so for all of them."""
+    if not tensor.numel():
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor.detach()))).all())
