@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from moegraft.hosts.transformers import experts as experts_host
 from moegraft.hosts.transformers.generate import Generation
 from moegraft.hosts.transformers.loading import Loading
 from moegraft.hosts.transformers.router import hook_router
+from moegraft.hosts.transformers.sharding import model_shards
 from moegraft.hosts.transformers.siblings import install_linears
 from moegraft.hosts.transformers.spec import model_spec
 from moegraft.hosts.transformers.state import StepState
@@ -34,7 +36,7 @@ class Graft(Loading, Generation):
 
     Attributes:
         model: the model itself.
-        spec: the places where adapters attach.
+        spec: the places where adapters attach, with the sizes of the whole model.
         store: the adapters by name.
         bank: the slots.
     """
@@ -52,9 +54,13 @@ class Graft(Loading, Generation):
         super().__init__()
         self.model: Any = model
         self.spec = model_spec(model)
+        self._shards = model_shards(model, self.spec)
+        self._local_spec = self.spec
+        if self._shards is not None:
+            self._local_spec = replace(self.spec, sites=self._shards.local_sites)
         parameter = next(model.parameters())
         self.bank = AdapterBank(
-            self.spec.sites,
+            self._local_spec.sites,
             num_slots=max_adapters,
             max_rank=max_rank,
             dtype=parameter.dtype,
@@ -149,7 +155,9 @@ class Graft(Loading, Generation):
         self._previous_implementation = previous
         self.model.set_experts_implementation(experts_host.IMPLEMENTATION)
         for name, module, layer in layers:
-            experts_host.set_graft(module, experts_host.ExpertsGraft(layer, self._state))
+            sharded = self._shards is not None
+            graft = experts_host.ExpertsGraft(layer, self._state, sharded)
+            experts_host.set_graft(module, graft)
             self._experts.append(module)
             self.layers[name] = layer
 

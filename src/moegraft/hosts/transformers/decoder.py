@@ -10,7 +10,7 @@ import torch
 
 from moegraft.adapters import AdapterStore
 from moegraft.adapters.batch import RowSlots, normalise_rows, slots_of
-from moegraft.errors import MoegraftError, UnsupportedError
+from moegraft.errors import MoegraftError, UnsupportedError, shown
 from moegraft.graphs import StepRunner
 from moegraft.hosts.transformers.decode import StaticDecode
 from moegraft.hosts.transformers.limits import why_not_static
@@ -50,10 +50,11 @@ class Decoder:
         max_length: int,
         runner: type[StepRunner],
     ) -> None:
-        if batch_size < 1 or max_length < 2:
+        whole = all(type(size) is int for size in (batch_size, max_length))
+        if not whole or batch_size < 1 or max_length < 2:
             raise MoegraftError(
-                f"A decoder needs at least one row and two tokens; got batch_size={batch_size}, "
-                f"max_length={max_length}."
+                "A decoder needs at least one row and two tokens, in whole numbers; got "
+                f"batch_size={shown(batch_size)}, max_length={shown(max_length)}."
             )
         reason = why_not_static(model)
         if reason is not None:
@@ -100,17 +101,24 @@ class Decoder:
 
         Raises:
             AdapterError: as of ``graft.generate``.
-            MoegraftError: other rows than the decoder's, or a prompt without room for a token.
+            MoegraftError: other rows than the decoder's, a prompt without room for a token, or no
+                tensors of this kind. The batch before goes on then.
         """
         self._check_attached()
+        _check_tokens("input_ids", input_ids, "[rows, tokens]")
         rows, length = input_ids.shape
         if rows != self.batch_size or not 0 < length < self.max_length:
             raise MoegraftError(
                 f"input_ids are {tuple(input_ids.shape)}; this decoder takes {self.batch_size} "
                 f"rows of 1 to {self.max_length - 1} tokens."
             )
-        device = self._tokens.device
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
+            raise MoegraftError(
+                f"The attention mask is {_described(mask)}, the input_ids {_described(input_ids)}: "
+                "one 0 or 1 per token is needed."
+            )
+        device = self._tokens.device
         names = normalise_rows(adapters, rows)
         self.close()
         with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
@@ -147,7 +155,7 @@ class Decoder:
             The tokens chosen, int64 ``[B]``; overwritten by the next step.
 
         Raises:
-            MoegraftError: no prompt yet, or ``max_length`` is reached.
+            MoegraftError: no prompt yet, ``max_length`` is reached, or not one token per row.
         """
         runner = self._decode.runner
         if not self._length or runner is None:
@@ -158,6 +166,11 @@ class Decoder:
                 "max_length."
             )
         if tokens is not None:
+            _check_tokens("tokens", tokens, "[rows]")
+            if len(tokens) != self.batch_size:
+                raise MoegraftError(
+                    f"{len(tokens)} tokens were given for {self.batch_size} rows: one per row."
+                )
             with torch.inference_mode(False):
                 self._ids.copy_(tokens[:, None])
                 self._tokens[:, self._length - 1 : self._length].copy_(tokens[:, None])
@@ -169,6 +182,8 @@ class Decoder:
 
     def run(self, num_steps: int) -> torch.Tensor:
         """Run several steps; return :attr:`tokens`."""
+        if type(num_steps) is not int or num_steps < 0:
+            raise MoegraftError(f"num_steps={shown(num_steps)} is no number of steps.")
         for _ in range(num_steps):
             self.step()
         return self.tokens
@@ -219,3 +234,20 @@ class Decoder:
         self._tokens.index_copy_(1, self._column, token[:, None])
         self._ids.copy_(token[:, None])
         return token
+
+
+def _check_tokens(name: str, given: object, shape: str) -> None:
+    """Raise :class:`MoegraftError` unless ``given`` holds token ids in as many dimensions."""
+    ids = (torch.int64, torch.int32)
+    if (
+        not isinstance(given, torch.Tensor)
+        or given.dtype not in ids
+        or given.dim() != len(shape.split(","))
+    ):
+        raise MoegraftError(f"{name} must be token ids, int64 {shape}; got {_described(given)}.")
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return shown(value)

@@ -11,6 +11,7 @@ from torch import nn
 from moegraft.activations import apply_activation
 from moegraft.env import logger
 from moegraft.errors import MoegraftError, UnsupportedError
+from moegraft.hosts.transformers.sharding import local
 from moegraft.hosts.transformers.spec import weight_layout
 from moegraft.hosts.transformers.state import StepState
 from moegraft.layer import MoeLoraLayer
@@ -26,11 +27,15 @@ _KINDS: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu
 
 
 class ExpertsGraft:
-    """One attached experts module: its layer and where this step's slots are."""
+    """One attached experts module: its layer and where this step's slots are.
 
-    def __init__(self, layer: MoeLoraLayer, state: StepState) -> None:
+    ``sharded``: on a rank of several, which exchange rows when gradients are wanted.
+    """
+
+    def __init__(self, layer: MoeLoraLayer, state: StepState, sharded: bool = False) -> None:
         self.layer = layer
         self.state = state
+        self._sharded = sharded
         self._wrapped = (layer.weights.gate_up, layer.weights.down)
 
     def check_weights(self, module: Any) -> None:
@@ -47,11 +52,16 @@ class ExpertsGraft:
     def __call__(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
-        if torch.is_grad_enabled() and hidden.requires_grad:
-            _warn_no_gradients()
         slots, table = self.state.current, self.layer.table
         if slots is not None and table is not None and not table.has_delta(slots):
             slots = None  # adapters of other sites: the base's launches only
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            if self._sharded and slots is not None:
+                raise MoegraftError(
+                    "A sharded model with adapters runs without gradients only: with them, its "
+                    "ranks exchange rows, which would lose their adapters. Use torch.no_grad()."
+                )
+            _warn_no_gradients()
         with torch.no_grad():
             return self.layer(hidden, topk_ids, topk_weights, slots)
 
@@ -104,7 +114,7 @@ def set_graft(module: nn.Module, graft: ExpertsGraft | None) -> None:
 
 
 def expert_weights(path: str, module: Any) -> ExpertWeights:
-    """Wrap an experts module's parameters, in place, without copies.
+    """Wrap an experts module's parameters, of this rank, in place, without copies.
 
     Raises:
         UnsupportedError: a dtype, or a norm behind the experts, that has no implementation.
@@ -120,18 +130,18 @@ def expert_weights(path: str, module: Any) -> ExpertWeights:
         raise UnsupportedError(f"{path} has a norm behind its experts, which is not served yet.")
     bias_name = "gate_up_proj_bias" if layout.gated else "up_proj_bias"
     return ExpertWeights(
-        gate_up=gate_up.detach(),
-        down=module.down_proj.detach(),
-        gate_up_bias=_detached(module, bias_name),
-        down_bias=_detached(module, "down_proj_bias"),
+        gate_up=local(gate_up),
+        down=local(module.down_proj),
+        gate_up_bias=_bias(module, bias_name),
+        down_bias=_bias(module, "down_proj_bias"),
         activation=find_activation(module, layout),
         layout=layout,
     )
 
 
-def _detached(module: Any, name: str) -> torch.Tensor | None:
+def _bias(module: Any, name: str) -> torch.Tensor | None:
     parameter = getattr(module, name, None) if module.has_bias else None
-    return None if parameter is None else parameter.detach()
+    return None if parameter is None else local(parameter)
 
 
 def find_activation(module: Any, layout: WeightLayout) -> Activation:

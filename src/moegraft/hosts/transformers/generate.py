@@ -11,7 +11,7 @@ import torch
 
 from moegraft.adapters import AdapterBank, AdapterStore
 from moegraft.adapters.batch import RowSlots, normalise_rows, slots_of
-from moegraft.errors import AdapterError, UnsupportedError
+from moegraft.errors import AdapterError, MoegraftError, UnsupportedError, shown
 from moegraft.graphs import StepRunner
 from moegraft.hosts.transformers.decoder import Decoder
 from moegraft.hosts.transformers.graphed import GraphedGenerate
@@ -54,6 +54,7 @@ class Generation:
                 more different adapters than slots. Nothing has run then.
             UnsupportedError: ``graphs=True``, and graphs are not possible.
         """
+        _check_graphs(graphs)
         with self.rows(adapters, _num_rows(args, kwargs)):
             if graphs is not False and self._graphed is not None:
                 reason = self._graphed.why_not(args, kwargs)
@@ -87,6 +88,7 @@ class Generation:
             UnsupportedError: the model can't decode on static memory, or ``graphs=True`` on a CPU.
         """
         self._check_attached()
+        _check_graphs(graphs)
         if graphs is None:
             graphs = self._graphed is not None
         if graphs and self._graphed is None:
@@ -129,6 +131,11 @@ class Generation:
 
     def _check_attached(self) -> None:
         raise NotImplementedError
+
+
+def _check_graphs(graphs: object) -> None:
+    if graphs is not None and not isinstance(graphs, bool):
+        raise MoegraftError(f"graphs={shown(graphs)} is not True, False or None.")
 
 
 def _num_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> int:

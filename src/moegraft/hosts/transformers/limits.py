@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moegraft.hosts.transformers import attention
+from moegraft.hosts.transformers.sharding import is_distributed
 
 #: Attention functions that take a 4-D mask over a static cache.
 ATTENTION = ("sdpa", "eager")
@@ -59,6 +60,8 @@ def why_not_static(model: Any) -> str | None:
     from transformers.cache_utils import StaticLayer
 
     config = model.config.get_text_config(decoder=True)
+    if is_distributed(model):
+        return "the model is sharded over ranks"
     if model.config.is_encoder_decoder:
         return "the model is an encoder-decoder"
     kind = config._attn_implementation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,16 @@ from moegraft.adapters import (
 from moegraft.adapters.bank import BankMemory
 from moegraft.adapters.info import ReadAs
 from moegraft.errors import AdapterError
+from moegraft.parallel import RankShards
 
 
 class Loading:
     """The part of :class:`moegraft.hosts.transformers.attach.Graft` that holds adapters."""
 
     spec: ModelSpec
+    #: The same with this rank's sizes, and how to get there; None = the model is whole.
+    _local_spec: ModelSpec
+    _shards: RankShards | None
     store: AdapterStore
     bank: AdapterBank
 
@@ -53,7 +58,7 @@ class Loading:
             AdapterError: it can't be read, bound in full, or is over the bank's limits. Nothing
                 has changed then.
         """
-        return self._add(name, read_adapter(path), options)
+        return self._add(name, read_adapter(path, pin_memory=self.bank.pins), options)
 
     def load_tensors(
         self,
@@ -154,7 +159,8 @@ class Loading:
         """
         if not isinstance(source, AdapterSource):
             source = read_adapter(source)
-        return estimate_bytes(self._bound(source, options), self.spec, self.bank.dtype)
+        bound = self._bound(source, options)
+        return estimate_bytes(bound, self._local_spec, self.bank.dtype)
 
     @property
     def memory(self) -> BankMemory:
@@ -178,14 +184,16 @@ class Loading:
 
     def _add(self, name: str, source: AdapterSource, options: ReadOptions | None) -> AdapterInfo:
         read_as = ReadAs.of(source.config.raw, options)
-        return self.store.add(name, self._bound(source, options), read_as)
+        return self.store.add(name, self._bound(source, options), read_as, source.memory)
 
     def _bound(self, source: AdapterSource, options: ReadOptions | None) -> BoundAdapter:
-        """Bind a source in full."""
+        """Bind a source in full, to the whole model; its factors are those of this rank."""
         self._check_attached()
         bound = bind(source, self.spec, options)
         check_bound(bound.report, self.spec)
-        return bound
+        if self._shards is None:
+            return bound
+        return replace(bound, factors=self._shards.slice(bound.factors).factors)
 
     def _views(self, name: str, buffer: torch.Tensor, index: FlatIndex) -> dict[str, torch.Tensor]:
         return flat_tensors(buffer, index, self.bank.device, f"the flat buffer for {name!r}")

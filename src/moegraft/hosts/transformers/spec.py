@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from moegraft.adapters.spec import ModelSpec, is_other_tower
-from moegraft.errors import UnsupportedError
 from moegraft.sites import Site, expert_site, linear_site
 from moegraft.types import GateUpOrder, WeightLayout
 
@@ -52,11 +51,7 @@ def _expert_sizes(module: Any) -> tuple[int, int, int]:
 
 
 def model_spec(model: nn.Module) -> ModelSpec:
-    """Describe a model (real or on the meta device) to adapters.
-
-    Raises:
-        UnsupportedError: the model shards its experts over ranks.
-    """
+    """Describe a model (real or on the meta device) to adapters; a sharded one as a whole."""
     names: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(path)
@@ -69,10 +64,6 @@ def model_spec(model: nn.Module) -> ModelSpec:
         if is_other_tower(path):
             continue
         if is_experts_module(module):
-            if getattr(module, "_is_expert_parallel", False):
-                raise UnsupportedError(
-                    f"{path} is sharded by expert parallelism, which this host does not serve yet."
-                )
             site = expert_site(path, *_expert_sizes(module), weight_layout(module))
         elif path in routers:
             num_experts, hidden = module.weight.shape

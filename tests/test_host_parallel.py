@@ -1,0 +1,55 @@
+"""Models that transformers shards over two gloo ranks: rows equal merged models in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import parallel_hosts as hosts
+from ranks import shared
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model."""
+    found = tmp_path_factory.mktemp("model")
+    hosts.save_model(found)
+    return found
+
+
+@pytest.mark.parametrize("mode", hosts.MODES)
+def test_rows_of_a_sharded_model_equal_merged_models_in_one_process(
+    folder: Path, mode: str
+) -> None:
+    first, second = shared(2).run(hosts.rows_equal_merged, folder, mode)
+    whole = hosts.whole_sizes(folder)
+    for name, num_bytes in whole.items():
+        assert max(first[name], second[name]) <= num_bytes
+    assert first["down"] + second["down"] < 2 * whole["down"], "experts are sliced"
+    if "ep" in mode:
+        assert first["half"] == whole["half"] and second["half"] == 0, "experts 0 and 1 are here"
+    if "replicated" in mode:
+        assert first["attention"] == second["attention"] == whole["attention"]
+    else:
+        assert first["attention"] < whole["attention"]
+
+
+@pytest.mark.parametrize("mode", ["tp and ep", "tp"])
+def test_gradients_are_refused_with_adapters_only(folder: Path, mode: str) -> None:
+    shared(2).run(hosts.gradients_are_refused, folder, mode)
+
+
+def test_modes_that_would_lose_a_rows_adapter_are_refused_by_name(folder: Path) -> None:
+    for messages in shared(2).run(hosts.refused_modes, folder):
+        by_mode = dict(messages)
+        assert "moves rows between ranks" in by_mode["all_to_all"]
+        assert "AllToAllEP" in by_mode["all_to_all"] and "all_reduce" in by_mode["all_to_all"]
+        assert "different batches" in by_mode["fsdp"]
+        assert "2 pipeline stages" in by_mode["pp"]
+        assert "a router that is sharded" in by_mode["router"]
+        assert "is sharded, and how its forward" in by_mode["a foreign forward"]
+
+
+def test_what_is_sharded_decodes_without_graphs(folder: Path) -> None:
+    shared(2).run(hosts.no_static_decoding, folder)
