@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from moegraft.errors import AdapterError
+from moegraft.errors import AdapterError, shown
 from moegraft.types import TokenSlots
 
 #: Shapes whose spread slots are kept; linears over a growing cache bring a new one at every step.
@@ -66,13 +66,16 @@ def normalise_rows(
     Raises:
         AdapterError: no list of names, or not as many as there are rows.
     """
+    if not isinstance(num_rows, int) or isinstance(num_rows, bool) or num_rows < 0:
+        raise AdapterError(f"num_rows={shown(num_rows)} is no number of rows.")
     if adapters is None or isinstance(adapters, str):
         return (adapters,) * num_rows
     if not isinstance(adapters, (list, tuple)) or not all(
         name is None or isinstance(name, str) for name in adapters
     ):
         raise AdapterError(
-            f"adapters={adapters!r} is no list of names: pass one name or None per row, in order."
+            f"adapters={shown(adapters)} is no list of names: pass one name or None per row, in "
+            "order."
         )
     names = tuple(adapters)
     if len(names) != num_rows:
