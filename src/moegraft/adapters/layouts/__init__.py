@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moegraft.adapters.layouts import linear, peft_fused, per_expert, per_projection
+from moegraft.adapters.layouts import fused_linear, linear, peft_fused, per_expert, per_projection
 from moegraft.adapters.layouts.base import Layout, LayoutResult, ReadOptions
 
 #: Each takes the keys it understands and leaves the rest to the next.
@@ -11,6 +11,7 @@ LAYOUTS: tuple[Layout, ...] = (
     per_expert.PerExpert(),
     per_projection.PerProjection(),
     linear.DenseLinear(),
+    fused_linear.FusedLinear(),
 )
 
 __all__ = ["LAYOUTS", "Layout", "LayoutResult", "ReadOptions"]
