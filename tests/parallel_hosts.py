@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import moegraft
 import tiny
@@ -62,6 +68,24 @@ def save_model(folder: Path) -> None:
         initializer_range=0.2,
     )
     Qwen3MoeForCausalLM(config).eval().save_pretrained(folder)
+
+
+def save_family(folder: Path, family: str) -> None:
+    """Write a tiny model of a family of ``test_host_models``, or of gpt_oss."""
+    from test_host_models import COMMON, build
+
+    if family != "gpt_oss":
+        build(family).save_pretrained(folder)
+        return
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 20, "head_dim": 8, "initializer_range": 0.2}
+    config = GptOssConfig(**{**COMMON, **sizes}, num_local_experts=4)
+    model = GptOssForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name or "sinks" in name:
+                parameter.normal_(0, 0.3)
+    model.save_pretrained(folder)
 
 
 def whole_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -160,6 +184,28 @@ def rows_equal_merged(rank: int, folder: Path, mode: str) -> dict[str, int]:
     with torch.no_grad():
         assert_bit_equal(plain(**inputs).logits, before, "after detach")
     return sizes
+
+
+def family_equals_merged(rank: int, folder: Path, mode: str) -> None:
+    """Rows with two adapters at every site of a model of any family."""
+    from test_host_models import adapter_for
+
+    whole = whole_model(folder)
+    spec = model_spec(whole)
+    tensors = {f"a{seed}": adapter_for(spec, seed) for seed in (1, 2)}
+    graft = moegraft.attach(sharded_model(folder, mode))
+    for name, adapter in tensors.items():
+        graft.load_tensors(name, adapter, CONFIG)
+    inputs = prompts(4)
+    rows = ["a1", None, "a2", "a1"]
+    found = graft.forward(**inputs, adapters=rows).logits
+    for row, name in enumerate(rows):
+        model = whole if name is None else merged(whole, spec, tensors[name])
+        one = {key: value[row : row + 1] for key, value in inputs.items()}
+        with torch.no_grad():
+            expected = model(**one).logits
+        mask = one["attention_mask"][0].bool()
+        assert_close(found[row : row + 1][:, mask], expected[:, mask], torch.float32)
 
 
 def whole_sizes(folder: Path) -> dict[str, int]:

@@ -35,6 +35,24 @@ def test_rows_of_a_sharded_model_equal_merged_models_in_one_process(
         assert first["attention"] < whole["attention"]
 
 
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("shared_expert", "tp"),
+        ("shared_expert", "tp and ep"),
+        ("sigmoid_routing", "tp"),
+        ("clamped", "tp and ep"),
+        ("custom_activation", "tp"),
+        ("not_gated", "tp and ep"),
+        ("latent_experts", "tp and ep"),
+        ("gpt_oss", "tp and ep"),  # biases, interleaved, attention sinks
+    ],
+)
+def test_families_of_models_equal_merged_models(tmp_path: Path, family: str, mode: str) -> None:
+    hosts.save_family(tmp_path, family)
+    shared(2).run(hosts.family_equals_merged, tmp_path, mode)
+
+
 @pytest.mark.parametrize("mode", ["tp and ep", "tp"])
 def test_gradients_are_refused_with_adapters_only(folder: Path, mode: str) -> None:
     shared(2).run(hosts.gradients_are_refused, folder, mode)
