@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,13 +65,14 @@ def read_adapter(
         raise AdapterError(f"{shown(path)} is no path of an adapter; give a text or a Path.")
     path = Path(path)
     check_inside(path, policy)
-    folder = path if path.is_dir() else path.parent
-    weights = path / WEIGHTS_FILE if path.is_dir() else path
+    is_folder = os.path.isdir(path)
+    folder = path if is_folder else path.parent
+    weights = path / WEIGHTS_FILE if is_folder else path
     if weights.suffix in (".bin", ".pt", ".pth", ".ckpt"):
         raise _pickle_error(weights)
-    if not _exists(weights):
+    if not os.path.lexists(weights):
         for name in _PICKLES:
-            if path.is_dir() and (path / name).is_file():
+            if is_folder and os.path.isfile(path / name):
                 raise _pickle_error(path / name)
         inside = _adapters_inside(path)
         if inside:
@@ -139,13 +141,13 @@ def make_source(
 
 def _adapters_inside(path: Path) -> list[str]:
     """Return the direct subfolders that hold an adapter."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return []
     return sorted(str(child.parent) for child in path.glob(f"*/{WEIGHTS_FILE}"))
 
 
 def _load_config(path: Path, policy: FilePolicy) -> dict[str, Any]:
-    if not _exists(path):
+    if not os.path.lexists(path):
         raise AdapterError(
             f"{path_text(path)} is missing: without it rank and alpha, so the scale, are unknown."
         )
@@ -161,13 +163,6 @@ def _load_config(path: Path, policy: FilePolicy) -> dict[str, Any]:
             f"{path_text(path)} must hold a JSON object, got {type(config).__name__}."
         )
     return config
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name that is too long, or holds a zero byte
-        return False
 
 
 def _pickle_error(path: Path) -> AdapterError:

@@ -68,10 +68,11 @@ def open_regular(path: Path, policy: FilePolicy) -> Iterator[OpenFile]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise AdapterError(f"{path_text(path)} can't be opened: {reason}.") from error
+    before = os.fstat(handle)
+    if not stat.S_ISREG(before.st_mode):
+        os.close(handle)
+        raise AdapterError(f"{path_text(path)} is no regular file.")
     with os.fdopen(handle, "rb") as file:
-        before = os.fstat(handle)
-        if not stat.S_ISREG(before.st_mode):
-            raise AdapterError(f"{path_text(path)} is no regular file.")
         yield OpenFile(file, before.st_size)
         after = os.fstat(handle)
         if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
