@@ -26,12 +26,11 @@ from vllm.lora.lora_model import LoRAModel
 from moegraft.adapters import AdapterSource, read_adapter
 from moegraft.adapters.read import WEIGHTS_FILE
 from moegraft.errors import AdapterError
+from moegraft.hosts.vllm.answers import REFUSED
 from moegraft.hosts.vllm.counters import count
 from moegraft.hosts.vllm.experts_factors import bind_experts, experts_layers
 from moegraft.hosts.vllm.linear_checks import check_linears
 
-#: Begins every message of a refused adapter.
-REFUSED = "moegraft refuses the adapter"
 _loading_for: ContextVar[Any] = ContextVar("moegraft_loading_for", default=None)
 
 
@@ -141,5 +140,7 @@ def _all_or_nothing(stock: Any) -> Any:
 
 
 def _refusal(lora_request: Any, error: Exception) -> AdapterError:
-    text = str(error) or f"{type(error).__name__} in vLLM, without a text"
+    # How to leave tensors out is for moegraft's own callers; vLLM has no such option.
+    text = str(error).partition(" To serve the adapter without them")[0]
+    text = text or f"{type(error).__name__} in vLLM, without a text"
     return AdapterError(f"{REFUSED} {lora_request.lora_name!r}: {text}")

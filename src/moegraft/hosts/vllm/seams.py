@@ -4,7 +4,8 @@
 - ``FusedMoEModularMethod``, through vLLM's registry of out-of-tree operators: from 0.33 on a reload
   of weights makes a new kernel object, and moegraft's experts must be put into that one too.
 - The name of the platform's punica wrapper class.
-- How adapters are read and added, see :mod:`moegraft.hosts.vllm.loading`.
+- How adapters are read and added, see :mod:`moegraft.hosts.vllm.loading`, and what the HTTP server
+  answers when one is refused, see :mod:`moegraft.hosts.vllm.answers`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def install() -> None:
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers.fused_moe import fused_moe_modular_method as method
 
-    from moegraft.hosts.vllm import layers, loading
+    from moegraft.hosts.vllm import answers, layers, loading
     from moegraft.hosts.vllm.method import ModularMethod
 
     ours: dict[Any, Any] = {
@@ -54,6 +55,7 @@ def install() -> None:
     ModularMethod.name = method.FusedMoEModularMethod.name  # what custom_ops lists call it
     _replace_punica()
     loading.install()
+    answers.install()
     logger.info("moegraft is active: MoE layers with LoRA run on it.")
 
 
