@@ -265,8 +265,9 @@ class GraphRunner(StepRunner):
                         tensor.copy_(value)
 
 
-def layer_step(layer: MoeLoraLayer) -> Step:
-    """Return one MoE layer as a step; its inputs are those of :func:`layer_inputs`."""
+def layer_step(layer: Callable[..., torch.Tensor]) -> Step:
+    """Return one MoE layer, or its share on a rank of several, as a step over
+    :func:`layer_inputs`."""
     return lambda inputs, slots: layer(
         inputs["x"], inputs["topk_ids"], inputs["topk_weights"], slots
     )

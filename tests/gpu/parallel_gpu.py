@@ -1,0 +1,297 @@
+"""Experts over two GPUs: equal to one GPU in CUDA graphs, and how fast; run by hand:
+
+NCCL_NVLS_ENABLE=0 torchrun --standalone --nproc-per-node 2 tests/gpu/parallel_gpu.py --out FILE
+
+Every rank checks and times the whole layer on its own GPU first, then its share of it with the
+other: experts over ranks (a range, and in turn), and each expert over ranks. A rank that finds
+something wrong ends at once, which ends the other. On two CPU processes (``--cpu``) the same runs
+small, without graphs, to try the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+# Multicast over NVLink needs rights that containers seldom have.
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+import torch
+import torch.distributed as dist
+
+from moegraft.bench import records
+from moegraft.bench.cases import DecodeCase, Inputs, make_case, random_layer, random_table
+from moegraft.bench.harness import Timer, l2_bytes
+from moegraft.bench.layer_runs import CheckedRun, Expected, LayerRun
+from moegraft.bench.options import DecodeRequest
+from moegraft.bench.shapes import model_shape
+from moegraft.factor_table import SiteTable, site_table
+from moegraft.graphs import GraphRunner, layer_inputs, layer_step
+from moegraft.parallel import (
+    AllReduceMoe,
+    AllToAllMoe,
+    ExpertParallel,
+    ExpertPlacement,
+    MoeGroups,
+    shard_experts,
+)
+from moegraft.testing import assert_bit_equal, assert_close, table_on
+from moegraft.types import ExpertWeights, TokenSlots
+
+SCHEMA = "moegraft.parallel/1"
+#: Points of retention that several GPUs may lose against one.
+ALLOWED = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """This rank's share of a layer: how it is spread, its weights and its table."""
+
+    parallel: ExpertParallel
+    weights: ExpertWeights
+    table: SiteTable
+
+    def layer(self, lora: bool = True, buffer: torch.Tensor | None = None) -> AllReduceMoe:
+        """The layer over the ranks; without a table for the base alone."""
+        table = self.table if lora else None
+        mode = None if lora else "base"
+        return AllReduceMoe(self.parallel, self.weights, table, buffer=buffer, mode=mode)
+
+
+def make_share(case: DecodeCase, groups: MoeGroups, round_robin: bool) -> Share:
+    """Slice a whole layer and its adapters for this rank."""
+    weights = case.weights
+    deal = ExpertPlacement.round_robin if round_robin else ExpertPlacement.contiguous
+    placement = deal(weights.num_experts, groups.ep_rank, groups.ep_size)
+    parallel = ExpertParallel.of(weights.num_experts, weights.intermediate, groups, placement)
+    local = []
+    for slot in range(case.table.num_slots):
+        factors = case.table.factors(slot)
+        assert factors is not None
+        local.append(parallel.shard.factors(factors))
+    table = site_table(parallel.shard.site(case.table.site), local, weights.dtype)
+    table = table_on(table, weights.device)
+    return Share(parallel, shard_experts(weights, parallel.shard), table)
+
+
+def run_of(case: DecodeCase, layer: AllReduceMoe, name: str, lora: bool) -> LayerRun:
+    """The layer over the input sets of a case."""
+
+    def function(inputs: Inputs, slots: TokenSlots | None) -> torch.Tensor:
+        return layer(inputs.x, inputs.topk_ids, inputs.topk_weights, slots)
+
+    plan = layer.partial.layer.plan(*case.sets[0].topk_ids.shape).explain()
+    return LayerRun(case, function, name, plan, lora)
+
+
+def measure(
+    case: DecodeCase, base: LayerRun, lora: LayerRun, expected: Expected, timer: Timer
+) -> dict[str, Any]:
+    """Check and time base and adapters, captured; raises when a result is wrong."""
+    plain = base.call(0).clone()
+    expected.check_base(plain)
+    replay = timer.capture(base)
+    replay()
+    assert_bit_equal(base.outs[0], plain, "the base's graph and the eager call")
+    base_us = timer.measure(replay, len(case.sets)).median * 1e6
+    run = CheckedRun(lora, expected, timer)
+    found = run.measure(cold=False)
+    return {
+        "base_us": slowest(base_us),
+        "lora_us": slowest(found["us"]),
+        "idle_us": slowest(found["idle_us"]),
+        "checked": found["checked"],
+        "plan": found["plan"],
+    }
+
+
+def slowest(figure: float) -> float:
+    """The largest of all ranks' figures."""
+    found: list[float] = [figure] * dist.get_world_size()
+    dist.all_gather_object(found, figure)
+    return max(found)
+
+
+def check_equal_inputs(case: DecodeCase) -> None:
+    """All ranks drew the same weights, factors and tokens."""
+    tensors = (case.weights.down, case.table.arena.data, case.sets[-1].x, case.sets[-1].topk_ids)
+    mine = [float(tensor.double().sum()) for tensor in tensors]
+    found: list[list[float]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    assert all(sums == mine for sums in found), f"the ranks drew different inputs: {found}"
+
+
+def check_fixed_address(case: DecodeCase, share: Share, one_gpu: torch.Tensor) -> None:
+    """Graphs of two buckets write to one buffer, whatever the batch; new batches are right."""
+    tokens, hidden = case.sets[0].x.shape
+    buffer = torch.full((tokens, hidden), float("nan"), dtype=case.weights.dtype)
+    buffer = buffer.to(case.weights.device)
+    layer = share.layer(buffer=buffer)
+    inner = layer.partial.layer
+    spec = layer_inputs(inner, case.sets[0].topk_ids.shape[1], torch.int32)
+    runner = GraphRunner(layer_step(layer), spec, (max(1, tokens // 2), tokens))
+    first = case.sets[0]
+    values = {"x": first.x, "topk_ids": first.topk_ids, "topk_weights": first.topk_weights}
+    slots = TokenSlots(case.slots, case.live)
+    plain = share.layer()
+    for rows in (tokens, max(1, tokens // 3), tokens):
+        some = {name: value[:rows] for name, value in values.items()}
+        found = runner(some, TokenSlots.of(case.slots[:rows].tolist(), case.slots.device))
+        assert found.data_ptr() == buffer.data_ptr(), "the result moved"
+        assert_close(found, one_gpu[:rows].float(), found.dtype)
+    assert_bit_equal(found, plain(first.x, first.topk_ids, first.topk_weights, slots))
+
+
+def check_all_to_all(case: DecodeCase, share: Share, one_gpu: torch.Tensor) -> None:
+    """Ranks with different tokens, then with none on all but one."""
+    layer = AllToAllMoe(share.parallel, share.weights, share.table)
+    rank, size = share.parallel.groups.ep_rank, share.parallel.groups.ep_size
+    first, tokens = case.sets[0], case.slots.shape[0]
+    edges = [tokens * r // size for r in range(size + 1)]
+    for bounds in ((edges[rank], edges[rank + 1]), (0, tokens if rank == 0 else 0)):
+        rows = slice(*bounds)
+        slots = TokenSlots.of(case.slots[rows].tolist(), case.slots.device)
+        found = layer(first.x[rows], first.topk_ids[rows], first.topk_weights[rows], slots)
+        assert_close(found, one_gpu[rows].float(), found.dtype)
+
+
+def reduce_us(case: DecodeCase, groups: MoeGroups, timer: Timer) -> float:
+    """Microseconds of the all-reduce alone, in a graph."""
+    out = torch.zeros_like(case.sets[0].x)
+    turns = 8
+
+    def run() -> None:
+        for _ in range(turns):
+            dist.all_reduce(out, group=groups.whole)
+
+    return slowest(timer.measure(timer.capture(run), turns).median * 1e6)
+
+
+def run_all(device: torch.device, options: argparse.Namespace, say: Callable[[str], None]) -> bool:
+    """Check and measure everything; rank 0 writes records. Returns whether retention holds."""
+    size = dist.get_world_size()
+    shape = model_shape(options.model)
+    request = DecodeRequest(shape, options.tokens, options.rank, options.adapters, options.adapters)
+    weights = random_layer(shape, device)
+    table = random_table(shape, request.rank, request.slots, request.kind, device)
+    # A rank reads its share of each set only: so many times more sets come between two uses.
+    case = make_case(request, weights, table, size * l2_bytes(device))
+    check_equal_inputs(case)
+    timer, expected = Timer(device), Expected(case)
+    say("inputs and reference")
+    lora, base = LayerRun.of_layer(case, None), LayerRun.of_layer(case, "base", lora=False)
+    single = measure(case, base, lora, expected, timer)
+    one_gpu = lora.call(0).clone()
+    say(f"one GPU: base {single['base_us']:.1f} us, LoRA {single['lora_us']:.1f} us")
+    one = single["base_us"] / single["lora_us"]
+    head = {
+        **records.header(SCHEMA, options.commit),
+        "model": shape.name,
+        "shape": [shape.num_experts, shape.hidden, shape.intermediate, shape.top_k],
+        "tokens": request.tokens,
+        "rank": request.rank,
+        "adapters": request.live,
+        "gpus": size,
+        "input_sets": len(case.sets),
+    }
+    write(options.out, {**head, "split": "one GPU", **single, "retention": one})
+    experts, columns = MoeGroups.of(ep_size=size), MoeGroups.of(ep_size=1)
+    alone = reduce_us(case, experts, timer)
+    say(f"all-reduce alone: {alone:.1f} us")
+    splits: Mapping[str, tuple[MoeGroups, bool]] = {
+        f"EP={size}": (experts, False),
+        f"EP={size} round robin": (experts, True),
+        f"TP={size}": (columns, False),
+    }
+    holds = True
+    for name, (groups, round_robin) in splits.items():
+        share = make_share(case, groups, round_robin)
+        found = measure(
+            case,
+            run_of(case, share.layer(lora=False), f"{name} base", lora=False),
+            run_of(case, share.layer(), name, lora=True),
+            expected,
+            timer,
+        )
+        first = case.sets[0]
+        slots = TokenSlots(case.slots, case.live)
+        eager = share.layer()(first.x, first.topk_ids, first.topk_weights, slots)
+        assert_close(eager, one_gpu.float(), eager.dtype)
+        if device.type == "cuda":
+            check_fixed_address(case, share, one_gpu)
+        if groups is experts:
+            check_all_to_all(case, share, one_gpu)
+        retention = found["base_us"] / found["lora_us"]
+        within = retention >= one - ALLOWED
+        holds = holds and within
+        write(
+            options.out,
+            {
+                **head,
+                "split": name,
+                **found,
+                "all_reduce_us": alone,
+                "retention": retention,
+                "one_gpu_retention": one,
+                "within_2_points": within,
+            },
+        )
+        say(
+            f"{name}: base {found['base_us']:.1f} us, LoRA {found['lora_us']:.1f} us, retention "
+            f"{retention:.3f} (one GPU {one:.3f}): {'within' if within else 'NOT within'} 2 points"
+        )
+    return holds
+
+
+def write(path: Path | None, record: records.Record) -> None:
+    """Append a record, on rank 0."""
+    if path is not None and dist.get_rank() == 0:
+        records.append(path, record)
+
+
+def main() -> None:
+    """Join the group, run, and end without waiting for a rank that failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="file that JSON lines are added to")
+    parser.add_argument("--model", default="q30", help="a model's name, or E,H,I,K")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--commit", help="written to the records; default: asked from git")
+    parser.add_argument("--cpu", action="store_true", help="try the script, with gloo")
+    options = parser.parse_args()
+    start = time.monotonic()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cpu") if options.cpu else torch.device("cuda", local_rank)
+    if not options.cpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if options.cpu else "nccl",
+        timeout=timedelta(seconds=60),
+        device_id=None if options.cpu else device,
+    )
+
+    def say(text: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"[{time.monotonic() - start:5.1f} s] {text}", flush=True)
+
+    try:
+        holds = run_all(device, options, say)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # destroying the group would wait for the other rank
+    say("all results are right" + ("" if holds else "; RETENTION IS NOT WITHIN 2 POINTS"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
