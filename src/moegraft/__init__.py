@@ -16,13 +16,14 @@ from moegraft.env import configure_logging
 from moegraft.errors import AdapterError, MoegraftError, PlanError, UnsupportedError
 
 if TYPE_CHECKING:
-    from moegraft.adapters import ReadOptions
+    from moegraft.adapters import FilePolicy, ReadOptions
     from moegraft.hosts.transformers import Graft, attach
 
 configure_logging()
 
 __all__ = [
     "AdapterError",
+    "FilePolicy",
     "Graft",
     "MoegraftError",
     "PlanError",
@@ -36,6 +37,7 @@ __all__ = [
 #: Name -> its module, imported when the name is first used: torch alone takes a second, and the
 #: command line's --help needs none of it. transformers is optional.
 _LAZY = {
+    "FilePolicy": "moegraft.adapters",
     "Graft": "moegraft.hosts.transformers",
     "ReadOptions": "moegraft.adapters",
     "attach": "moegraft.hosts.transformers",

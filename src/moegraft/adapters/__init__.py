@@ -3,6 +3,7 @@
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.bind import BoundAdapter, bind, check_bound
 from moegraft.adapters.estimate import MemoryEstimate, estimate_bytes
+from moegraft.adapters.file_policy import FilePolicy
 from moegraft.adapters.flat import FlatIndex, flat_tensors
 from moegraft.adapters.info import AdapterInfo
 from moegraft.adapters.layouts import ReadOptions
@@ -18,6 +19,7 @@ __all__ = [
     "AdapterStore",
     "BindReport",
     "BoundAdapter",
+    "FilePolicy",
     "FlatIndex",
     "MemoryEstimate",
     "ModelSpec",

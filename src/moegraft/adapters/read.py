@@ -121,8 +121,9 @@ def make_source(
     check_depth(config or {}, f"{origin}: the config")
     for key, tensor in tensors.items():
         check_tensor_name(key, origin)
-        if not isinstance(tensor, torch.Tensor):
-            raise AdapterError(f"{origin}: {key} is {shown(tensor)}, not a tensor.")
+        problem = _why_no_values(tensor)
+        if problem:
+            raise AdapterError(f"{origin}: {key} is {problem}.")
     if not any("lora_" in key for key in tensors):
         raise AdapterError(
             f"{origin}: none of its {len(tensors)} tensors is a LoRA factor"
@@ -137,6 +138,17 @@ def make_source(
     if any(tensor.requires_grad for tensor in tensors.values()):
         tensors = {key: tensor.detach() for key, tensor in tensors.items()}
     return AdapterSource(tensors, keys, AdapterConfig.parse(config or {}), origin)
+
+
+def _why_no_values(tensor: object) -> str:
+    """Return what keeps a tensor from being read, as ``a list``; "" for plain ones."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"{shown(tensor)}, not a tensor"
+    if hasattr(tensor, "full_tensor"):
+        return "a DTensor, of which each rank has a part; give its full_tensor()"
+    if tensor.layout is not torch.strided:
+        return f"no dense tensor ({tensor.layout})"
+    return "on meta, where tensors have no values" if tensor.is_meta else ""
 
 
 def _adapters_inside(path: Path) -> list[str]:

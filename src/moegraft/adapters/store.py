@@ -20,7 +20,7 @@ from moegraft.adapters.info import (
     check_overflow,
 )
 from moegraft.adapters.residency import Entry, Residency
-from moegraft.errors import AdapterError
+from moegraft.errors import AdapterError, shorten, shown
 from moegraft.packing import pack_adapter
 
 
@@ -151,8 +151,11 @@ class AdapterStore:
                 some of these got theirs. All stay on the host, running batches are untouched, and
                 none of these is held.
         """
+        wanted = [name for name in names if name is not None]
+        if not all(isinstance(name, str) for name in wanted):
+            raise AdapterError(f"{shown(wanted)} is no list of adapter names and None.")
         with self._lock:
-            entries = self._acquire(sorted({name for name in names if name is not None}))
+            entries = self._acquire(sorted(set(wanted)))
         try:
             with self._lock:
                 self._bank.order.before_read()
@@ -248,10 +251,10 @@ class AdapterStore:
         return Entry(name, 0, checksum_of(packed, self._bank.layout), packed, bound.report, read_as)
 
     def _entry(self, name: str) -> Entry:
-        if name not in self._entries:
-            known = ", ".join(sorted(self._entries)) or "none"
+        if not isinstance(name, str) or name not in self._entries:
+            known = shorten(sorted(self._entries), 20) or "none"
             raise AdapterError(
-                f"There is no adapter {name!r}; loaded: {known}. (None is the base model.)"
+                f"There is no adapter {shown(name)}; loaded: {known}. (None is the base model.)"
             )
         return self._entries[name]
 
