@@ -13,7 +13,7 @@ from moegraft.adapters.layouts import LAYOUTS, ReadOptions
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.report import BindReport, ProjectionReport, SiteReport
 from moegraft.adapters.spec import ModelSpec
-from moegraft.errors import HOW_TO_SKIP, AdapterError, count, shorten
+from moegraft.errors import HOW_TO_SKIP, AdapterError, count, shorten, shown
 from moegraft.sites import Site
 from moegraft.types import SiteFactors
 
@@ -66,6 +66,8 @@ def bind(
         The factors that could be bound and the report; :func:`check_bound` turns refusals into an
         error.
     """
+    if options is not None and not isinstance(options, ReadOptions):
+        raise AdapterError(f"options={shown(options)} are no moegraft.ReadOptions.")
     options = options or ReadOptions()
     skipped, notes = _skip(source, options)
     refused = dict.fromkeys(_magnitudes_alone(source, skipped), _DORA_ALONE)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from moegraft.adapters import AdapterBank, AdapterStore
-from moegraft.errors import MoegraftError, UnsupportedError
+from moegraft.adapters.file_policy import DEFAULT_POLICY, FilePolicy
+from moegraft.errors import MoegraftError, UnsupportedError, shown
 from moegraft.graphs import GraphRunner
 from moegraft.hosts.transformers import experts as experts_host
 from moegraft.hosts.transformers.generate import Generation
@@ -50,9 +51,11 @@ class Graft(Loading, Generation):
         arena_bytes: int | None,
         backend: str | None,
         fuse_linears: bool | None,
+        file_policy: FilePolicy,
     ) -> None:
         super().__init__()
         self.model: Any = model
+        self._file_policy = file_policy
         self.spec = model_spec(model)
         self._shards = model_shards(model, self.spec)
         self._local_spec = self.spec
@@ -190,6 +193,7 @@ def attach(
     arena_bytes: int | None = None,
     backend: str | None = None,
     fuse_linears: bool | None = None,
+    file_policy: FilePolicy | None = None,
 ) -> Graft:
     """Attach moegraft to a transformers model with Mixture-of-Experts layers.
 
@@ -205,6 +209,8 @@ def attach(
         backend: force a backend by name; None = chosen by the plan.
         fuse_linears: serve linears that read the same input (q, k and v; gate and up) in one
             launch; None = on a GPU. Their forwards are shadowed then.
+        file_policy: the folder that all adapter files must lie in, and limits of their sizes;
+            None = no folder, default limits. Give one when paths come from requests.
 
     Returns:
         The graft, with ``load``, ``generate``, ``forward``, ``unload`` and ``detach``.
@@ -213,8 +219,16 @@ def attach(
         UnsupportedError: the model has no such interface, is already attached, or has experts that
             no backend can run; says which and why. The model is unchanged then.
         PlanError: no backend for its dtype and device.
+        MoegraftError: an argument of another type, or a size that means nothing.
     """
-    if not hasattr(model, "set_experts_implementation"):
+    for name, given, kind in (
+        ("backend", backend, str),
+        ("fuse_linears", fuse_linears, bool),
+        ("file_policy", file_policy, FilePolicy),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise MoegraftError(f"{name}={shown(given)} is no {kind.__name__} (or None).")
+    if not isinstance(model, nn.Module) or not hasattr(model, "set_experts_implementation"):
         raise UnsupportedError(
             f"{type(model).__name__} has no experts interface; attach() takes a transformers "
             "PreTrainedModel (transformers >= 5.17)."
@@ -236,4 +250,5 @@ def attach(
         arena_bytes=arena_bytes,
         backend=backend,
         fuse_linears=fuse_linears,
+        file_policy=file_policy or DEFAULT_POLICY,
     )

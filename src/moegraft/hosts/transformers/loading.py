@@ -28,6 +28,7 @@ from moegraft.adapters import (
     read_adapter,
 )
 from moegraft.adapters.bank import BankMemory
+from moegraft.adapters.file_policy import FilePolicy
 from moegraft.adapters.info import ReadAs
 from moegraft.errors import AdapterError
 from moegraft.parallel import RankShards
@@ -42,6 +43,8 @@ class Loading:
     _shards: RankShards | None
     store: AdapterStore
     bank: AdapterBank
+    #: Where adapter files may lie, and limits for what they claim.
+    _file_policy: FilePolicy
 
     def load(self, name: str, path: str | Path, options: ReadOptions | None = None) -> AdapterInfo:
         """Read an adapter folder and make it available under a name.
@@ -51,14 +54,17 @@ class Loading:
 
         Args:
             name: any printable label.
-            path: a PEFT adapter folder (``adapter_model.safetensors`` + ``adapter_config.json``).
+            path: a PEFT adapter folder (``adapter_model.safetensors`` + ``adapter_config.json``),
+                within the root of the graft's file policy.
             options: the caller's say where the file leaves room for doubt.
 
         Raises:
             AdapterError: it can't be read, bound in full, or is over the bank's limits. Nothing
                 has changed then.
         """
-        return self._add(name, read_adapter(path, pin_memory=self.bank.pins), options)
+        return self._add(
+            name, read_adapter(path, self._file_policy, pin_memory=self.bank.pins), options
+        )
 
     def load_tensors(
         self,
@@ -142,7 +148,7 @@ class Loading:
 
     def check(self, path: str | Path, options: ReadOptions | None = None) -> BindReport:
         """Report how an adapter folder would bind to this model, without loading it."""
-        return bind(read_adapter(path), self.spec, options).report
+        return bind(read_adapter(path, self._file_policy), self.spec, options).report
 
     def memory_estimate(
         self, source: str | Path | AdapterSource, options: ReadOptions | None = None
@@ -158,7 +164,7 @@ class Loading:
             AdapterError: it can't be read or bound in full.
         """
         if not isinstance(source, AdapterSource):
-            source = read_adapter(source)
+            source = read_adapter(source, self._file_policy)
         bound = self._bound(source, options)
         return estimate_bytes(bound, self._local_spec, self.bank.dtype)
 
