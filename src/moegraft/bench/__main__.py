@@ -63,7 +63,28 @@ def parser() -> argparse.ArgumentParser:
     four.add_argument("--out", type=Path)
     four.add_argument("--json", action="store_true")
     four.set_defaults(run=_tune)
+
+    five = found.add_parser("load", help="how fast adapters are loaded")
+    five.add_argument("--layers", type=int, default=48)
+    five.add_argument("--adapters", type=int, default=200, help="small ones")
+    five.add_argument("--repeats", type=int, default=5)
+    five.add_argument("--folder", type=Path, help="where the file of 1.7 GB is made")
+    five.add_argument("--commit")
+    five.add_argument("--out", type=Path)
+    five.add_argument("--json", action="store_true")
+    five.set_defaults(run=_load)
     return top
+
+
+def _load(a: argparse.Namespace) -> commands.Result:
+    return commands.load(
+        layers=a.layers,
+        adapters=a.adapters,
+        repeats=a.repeats,
+        folder=a.folder,
+        commit=a.commit,
+        out=a.out,
+    )
 
 
 def _end_to_end(a: argparse.Namespace) -> commands.Result:

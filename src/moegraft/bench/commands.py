@@ -144,6 +144,38 @@ def end_to_end(
     return Result(document, e2e_table(found), exit_code=1 if errors else 0)
 
 
+def load(
+    *,
+    layers: int = 48,
+    adapters: int = 200,
+    repeats: int = 5,
+    folder: Path | None = None,
+    commit: str | None = None,
+    out: Path | None = None,
+) -> Result:
+    """Measure how fast adapters are loaded; write records as they come. A CPU does without slots.
+
+    Raises:
+        MoegraftError: no room for the file, or records that can't be written.
+    """
+    from moegraft.bench.load import LoadOptions, run_load
+    from moegraft.bench.load_case import LoadCase
+    from moegraft.bench.report import load_table
+
+    options = LoadOptions(LoadCase(layers=layers), adapters, repeats, folder, commit)
+    if out is not None:
+        records.check_writable(out)
+    found: list[records.Record] = []
+    with progress() as say:
+        for record in run_load(options, say):
+            found.append(record)
+            if out is not None:
+                records.append(out, record)
+    missed = [record["part"] for record in found if not record.get("met", True)]
+    document = {"records": records.rounded(found), "missed": missed}
+    return Result(document, load_table(found))
+
+
 def tune(
     models: Sequence[str],
     *,

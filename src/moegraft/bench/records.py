@@ -15,6 +15,7 @@ from moegraft.errors import MoegraftError
 
 Record = dict[str, Any]
 DECODE, END_TO_END, TUNE = "moegraft.decode/1", "moegraft.e2e/1", "moegraft.tune/1"
+LOAD = "moegraft.load/1"
 #: What a record is drawn from.
 _FIELDS = {
     DECODE: (

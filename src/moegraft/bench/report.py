@@ -119,6 +119,20 @@ def e2e_table(found: Sequence[Record]) -> str:
     return "\n".join([head, "", text_table(header, rows), *notes])
 
 
+def load_table(found: Sequence[Record]) -> str:
+    """Return load records as a table, with the bar of each part that has one."""
+    header = ("part", "seconds", "GB/s", "ratio", "bar", "", "compared with")
+    rows = []
+    for r in found:
+        bar = f"{r['bar_is']} {r['bar']:g}" if "bar" in r else ""
+        met = ("met" if r["met"] else "MISSED") if "met" in r else ""
+        rows.append([
+            r["part"], f"{r['seconds']:.4f}", f"{r['gb_s']:.2f}" if "gb_s" in r else "",
+            f"{r['ratio']:.2f}" if "ratio" in r else "", bar, met, r.get("compared_with", ""),
+        ])  # fmt: skip
+    return text_table(header, rows) if rows else "no records"
+
+
 def tune_table(found: Sequence[Record]) -> str:
     """Return what tuning changed, microseconds before and after."""
     header = ("model", "T", "rank", "tried", "base", "->", "LoRA", "->")

@@ -12,7 +12,7 @@ from moegraft.cli.output import Outcome, stdout_console
 
 app = typer.Typer(
     name="bench",
-    help="Measure on a GPU: a decode layer beside its limit and its peers, whole models.",
+    help="Measure: a decode layer beside its limit and its peers, whole models, loading.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -22,7 +22,7 @@ Out = Annotated[Path | None, typer.Option(help="Append a JSON line per result to
 
 @app.callback(invoke_without_command=True)
 def root(context: typer.Context) -> None:
-    """Measure on a GPU: a decode layer beside its limit and its peers, whole models."""
+    """Measure: a decode layer beside its limit and its peers, whole models, loading."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -113,5 +113,26 @@ def end_to_end(
         steps=steps,
         commit=commit,
         out=out,
+    )
+    return outcome(result, as_json)
+
+
+@app.command("load")
+def load(
+    layers: Annotated[int, typer.Option(help="Layers; 48 make a file of 1.7 GB.")] = 48,
+    adapters: Annotated[int, typer.Option(help="Small adapters that are added.")] = 200,
+    repeats: Annotated[int, typer.Option(help="Runs of each part; the fastest counts.")] = 5,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the file is made. [default: the system's]")
+    ] = None,
+    commit: Commit = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> Outcome:
+    """Load a large expert adapter and many small ones, also without a GPU."""
+    from moegraft.bench import commands
+
+    result = commands.load(
+        layers=layers, adapters=adapters, repeats=repeats, folder=folder, commit=commit, out=out
     )
     return outcome(result, as_json)

@@ -1,0 +1,90 @@
+"""The parts of ``bench load`` that need a GPU: into slots, and updates from tensors there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from moegraft.adapters import bind, check_bound, make_source
+from moegraft.bench import records
+from moegraft.bench.load import LoadBench, compared
+
+
+def to_slots(bench: LoadBench) -> Iterator[records.Record]:
+    """From the host store into a slot, beside a bare copy of a page-locked buffer."""
+    packed = bench.packed()
+    bench.bank.reserve(3 * packed.num_bytes)
+    repeats = bench.options.repeats
+    bare = _seconds_of_copies([packed.data], bench.bank.device, repeats)
+    seconds = _fastest(lambda: bench.bank.write(0, "large", packed), repeats)
+    bench.bank.clear(0)
+    yield {"part": "host to device", "seconds": bare, "gb_s": packed.num_bytes / bare / 1e9}
+    yield {
+        "part": "to a slot",
+        "seconds": seconds,
+        "gb_s": packed.num_bytes / seconds / 1e9,
+        "ratio": bare / seconds,
+        "compared_with": "host-to-device bandwidth",
+        "bar": 0.6,
+        "bar_is": "at least",
+        "met": bare / seconds >= 0.6,
+    }
+
+
+def updates(bench: LoadBench) -> Iterator[records.Record]:
+    """Update a resident adapter from 3-D tensors on the GPU, beside bare copies of them."""
+    repeats = bench.options.repeats
+    config = bench.options.case.config
+    tensors = bench.options.case.stacked_tensors(bench.bank.device)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    device = bench.bank.device
+    flat = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    one = _seconds_of_copies([flat], device, repeats)
+    del flat
+    each = _seconds_of_copies(list(tensors.values()), device, repeats)
+    with bench.store.use(["large"]):
+        pass
+
+    def update() -> None:
+        bound = bind(make_source(tensors, config), bench.spec)
+        check_bound(bound.report, bench.spec)
+        bench.store.update("large", bound)
+
+    seconds = _fastest(update, repeats)
+    yield {"part": "one copy on the device", "seconds": one, "gb_s": num_bytes / one / 1e9}
+    yield {
+        "part": "update from the device",
+        "seconds": seconds,
+        "gb_s": num_bytes / seconds / 1e9,
+        "tensors": len(tensors),
+        "times_one_copy": seconds / one,
+        "seconds_of_copies": each,
+        **compared(seconds, each, "copies of the same tensors", 1.5),
+    }
+
+
+def _seconds_of_copies(
+    sources: Sequence[torch.Tensor], device: torch.device, repeats: int
+) -> float:
+    """Return the seconds that bare copies of these tensors to a device take."""
+    targets = [torch.empty_like(source, device=device) for source in sources]
+
+    def copy_all() -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+
+    return _fastest(copy_all, repeats)
+
+
+def _fastest(run: Callable[[], object], repeats: int) -> float:
+    """Return the seconds of a call and all that it queued, the fastest of several."""
+    seconds = []
+    for _ in range(repeats + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
