@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moegraft.adapters.foreign import ForeignPool, linear_pool, stacked_pool
+from moegraft.adapters.foreign import ForeignPool, stacked_pool
+from moegraft.adapters.foreign_linear import LinearPool
 from moegraft.errors import AdapterError
 from moegraft.factors import SHARED_A_I32
-from moegraft.linear import LinearLora
+from moegraft.linear import LinearLora, LinearLoraGroup
 from moegraft.reference import linear_lora_reference
-from moegraft.sites import linear_site
 from moegraft.testing import assert_bit_equal, assert_close, assert_delta_close
 from moegraft.types import LoraFactor, SiteFactors, TokenSlots
 from ops_cases import BACKENDS
@@ -75,29 +75,56 @@ def test_one_a_needs_one_rank_and_a_gate() -> None:
 
 @on_both
 @pytest.mark.parametrize("rank_major", [False, True])
-def test_a_linears_slot_tensors(rank_major: bool, backend: str) -> None:
+def test_slices_of_a_merged_linear_are_one_group(rank_major: bool, backend: str) -> None:
     generator = torch.Generator().manual_seed(3)
-    a = torch.randn(S, 1, R, 48, generator=generator) / 4
-    b = torch.randn(S, 1, 64, R, generator=generator) / 4
+    widths, ranks = (64, 16), ((3, 0), (8, 5), (0, 0), (0, 1))
+    a = [torch.randn(S, 1, R, 48, generator=generator) / 4 for _ in widths]
+    b = [torch.randn(S, 1, width, R, generator=generator) / 4 for width in widths]
     if rank_major:
-        b = b.transpose(2, 3).contiguous().transpose(2, 3)
-    pool = linear_pool(linear_site("q_proj", 48, 64), a, b)
-    assert (pool.copied_bytes == 0) == rank_major
-    held: list[SiteFactors | None] = []
-    for slot, rank in enumerate(RANKS):
-        if rank:
-            pool.load(slot, rank)
-        factor = LoraFactor(a[slot, :, :rank], b[slot, :, :, :rank], 1.0)
-        held.append(SiteFactors({"linear": factor}) if rank else None)
+        b = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in b]
+    pool = LinearPool("qk_proj", a, b)
+    assert (pool.pool.copied_bytes == 0) == rank_major
+    for slot, of_slot in enumerate(ranks):
+        pool.load(slot, of_slot)
     slots = TokenSlots.of([0, 1, -1, 2, 3, 1])
     x = torch.randn(6, 48, generator=generator)
-    out = torch.randn(6, 64, generator=generator)
-    wanted = out + linear_lora_reference(x, held, slots.slots.tolist(), 64)
-    found = out.clone()
-    LinearLora(pool.table, torch.float32, x.device, backend).add_to(found, x, slots)
+    base = torch.randn(6, 80, generator=generator)
+    found = base.clone()
+    linears = [LinearLora(table, torch.float32, x.device, backend) for table in pool.tables]
+    LinearLoraGroup(linears).add_to(found.split(widths, dim=1), x, slots)
+    wanted = base.clone()
+    for i, part in enumerate(wanted.split(widths, dim=1)):
+        held: list[SiteFactors | None] = [None] * S
+        for slot, of_slot in enumerate(ranks):
+            rank = of_slot[i]
+            if rank:
+                factor = LoraFactor(a[i][slot, :, :rank], b[i][slot, :, :, :rank], 1.0)
+                held[slot] = SiteFactors({"linear": factor})
+        part += linear_lora_reference(x, held, slots.slots.tolist(), widths[i])
     assert_close(found, wanted, torch.float32)
-    assert_delta_close(found, out, wanted, out)
-    assert_bit_equal(found[[2, 3]], out[[2, 3]])
+    assert_delta_close(found, base, wanted, base)
+    assert_bit_equal(found[[2, 3]], base[[2, 3]])
+    assert_bit_equal(found[0, 64:], base[0, 64:])
+    pool.clear(1)
+    pool.clear(0)
+    pool.clear(3)
+    cleared = base.clone()
+    LinearLoraGroup(linears).add_to(cleared.split(widths, dim=1), x, slots)
+    assert_bit_equal(cleared, base)
+
+
+def test_slot_tensors_of_linears_that_do_not_fit_are_refused() -> None:
+    a, b = torch.zeros(S, 1, R, 48), torch.zeros(S, 1, 64, R)
+    with pytest.raises(AdapterError, match="2 slices of A and 1 of B"):
+        LinearPool("q_proj", (a, a), (b,))
+    with pytest.raises(AdapterError, match="0 slices of A"):
+        LinearPool("q_proj", (), ())
+    with pytest.raises(AdapterError, match="must be"):
+        LinearPool("q_proj", (a[0],), (b,))
+    with pytest.raises(AdapterError, match="don't fit"):
+        LinearPool("q_proj", (a,), (b[:2],))
+    with pytest.raises(AdapterError, match="rank 9 is not in 0 to 8"):
+        LinearPool("q_proj", (a,), (b,)).load(0, (9,))
 
 
 def test_shared_slots_of_a_pool_of_three_dimensional_experts() -> None:

@@ -8,9 +8,9 @@ import torch
 
 from moegraft.adapters.foreign_pool import ForeignFactor, ForeignPool
 from moegraft.errors import AdapterError
-from moegraft.sites import LINEAR_PROJECTION, Site
+from moegraft.sites import Site
 
-__all__ = ["ForeignFactor", "ForeignPool", "linear_pool", "packed_pool", "stacked_pool"]
+__all__ = ["ForeignFactor", "ForeignPool", "packed_pool", "stacked_pool"]
 
 
 def stacked_pool(
@@ -84,17 +84,6 @@ def packed_pool(
         columns = gate_up_b[:, :, site.layout.columns(side, width)]
         factors[side] = ForeignFactor(gate_up_a, columns, behind=separate and side == "up")
     return ForeignPool(site, factors)
-
-
-def linear_pool(site: Site, lora_a: torch.Tensor, lora_b: torch.Tensor) -> ForeignPool:
-    """Make a pool of a linear's slot tensors, or of one slice of a merged linear.
-
-    Args:
-        site: the linear's site.
-        lora_a: vLLM's ``[S, 1, R, in]``.
-        lora_b: vLLM's ``[S, 1, out, R]``.
-    """
-    return ForeignPool(site, {LINEAR_PROJECTION: ForeignFactor(lora_a, lora_b)})
 
 
 def _check_dims(site: Site, what: str, tensor: torch.Tensor) -> None:
