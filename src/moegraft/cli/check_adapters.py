@@ -11,12 +11,15 @@ from moegraft.cli.models import meta_model
 from moegraft.cli.output import visible
 
 if TYPE_CHECKING:
-    from moegraft import ReadOptions
+    from moegraft import FilePolicy, ReadOptions
     from moegraft.adapters import BindReport
 
 
 def bind_all(
-    model: Path, folders: Mapping[str, Path], options: Mapping[str, ReadOptions]
+    model: Path,
+    folders: Mapping[str, Path],
+    options: Mapping[str, ReadOptions],
+    policy: FilePolicy,
 ) -> dict[str, BindReport]:
     """Bind every adapter to the model of the config alone; raises where loading would."""
     from moegraft.adapters import bind, check_bound, read_adapter
@@ -25,7 +28,7 @@ def bind_all(
     reports: dict[str, BindReport] = {}
     if not folders:
         return reports
-    sources = {name: read_adapter(folder) for name, folder in folders.items()}
+    sources = {name: read_adapter(folder, policy) for name, folder in folders.items()}
     spec = model_spec(meta_model(model))
     for name, source in sources.items():
         reports[name] = bind(source, spec, options[name]).report

@@ -34,6 +34,7 @@ def convert(
         Literal["rank_major", "grouped_by_expert"] | None,
         typer.Option(help=read_options.B_LAYOUT_HELP),
     ] = None,
+    adapter_root: read_options.AdapterRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> Outcome:
     """Write an adapter in another layout, with the very same delta for every expert.
@@ -49,7 +50,7 @@ def convert(
     options = ReadOptions(orientation, expert_b_layout, tuple(skip or ()))
     if out.exists():
         raise AdapterError(f"{str(out)!r} exists already; give a folder that does not.")
-    source = read_adapter(adapter)
+    source = read_adapter(adapter, read_options.file_policy(adapter_root))
     with quiet_libraries(), step(f"Building {model} from its config, without weights"):
         host = meta_model(model)
         spec = model_spec(host)

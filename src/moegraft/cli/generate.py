@@ -24,7 +24,7 @@ from moegraft.cli.output import Outcome, stdout_console, step, visible
 from moegraft.errors import MoegraftError
 
 if TYPE_CHECKING:
-    from moegraft import ReadOptions
+    from moegraft import FilePolicy, ReadOptions
     from moegraft.adapters import BindReport
 
 #: The word for "no adapter" in prompts and in what is printed.
@@ -59,6 +59,7 @@ def generate(
             metavar="[NAME=]rank_major|grouped_by_expert", help=read_options.B_LAYOUT_HELP
         ),
     ] = None,
+    adapter_root: read_options.AdapterRoot = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write per prompt.")] = 48,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype to load the model in.")
@@ -86,6 +87,7 @@ def generate(
     options = read_options.per_adapter(
         folders, skip or [], orientation or [], expert_b_layout or []
     )
+    policy = read_options.file_policy(adapter_root)
     check_device(device, dtype)
     check_model_folder(model)
     with quiet_libraries():
@@ -93,10 +95,10 @@ def generate(
         tokenizer = load_tokenizer(model)
         batch = _tokenise(tokenizer, rows)
         with step("Checking the adapters") if folders else nullcontext():
-            reports = check_adapters.bind_all(model, folders, options)
+            reports = check_adapters.bind_all(model, folders, options, policy)
         check_adapters.warn(reports, options)
         with step(f"Loading {model} in {dtype}"):
-            graft = _attach(load_model(model, dtype, device), folders, options, reports)
+            graft = _attach(load_model(model, dtype, device), folders, options, reports, policy)
         with step(f"Writing {len(rows)} x {max_new_tokens} tokens"):
             start = time.perf_counter()
             ids = _run(graft, tokenizer, batch, rows, max_new_tokens, sampling)
@@ -197,11 +199,13 @@ def _attach(
     folders: Mapping[str, Path],
     options: Mapping[str, ReadOptions],
     reports: Mapping[str, BindReport],
+    policy: FilePolicy,
 ) -> Any:
     import moegraft
 
     max_rank = max([64, *(report.max_rank for report in reports.values())])
-    graft = moegraft.attach(host, max_adapters=max(1, len(folders)), max_rank=max_rank)
+    slots = max(1, len(folders))
+    graft = moegraft.attach(host, max_adapters=slots, max_rank=max_rank, file_policy=policy)
     for name, folder in folders.items():
         graft.load(name, folder, options[name])
     return graft

@@ -49,6 +49,7 @@ def inspect(
         Literal["rank_major", "grouped_by_expert"] | None,
         typer.Option(help=read_options.B_LAYOUT_HELP),
     ] = None,
+    adapter_root: read_options.AdapterRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> Outcome:
     """Say what an adapter holds and, with --model, what of it would be served.
@@ -63,7 +64,7 @@ def inspect(
         raise MoegraftError(
             "--skip, --orientation and --expert-b-layout need --model: without it nothing is bound."
         )
-    source = read_adapter(adapter)
+    source = read_adapter(adapter, read_options.file_policy(adapter_root))
     document: dict[str, Any] = {
         "adapter": str(adapter),
         "config": config_facts(source),

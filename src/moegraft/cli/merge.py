@@ -27,6 +27,7 @@ def merge(
         Literal["rank_major", "grouped_by_expert"] | None,
         typer.Option(help=read_options.B_LAYOUT_HELP),
     ] = None,
+    adapter_root: read_options.AdapterRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> Outcome:
     """Write a copy of a model with an adapter added to its weights, for programs without LoRA.
@@ -41,7 +42,7 @@ def merge(
     options = ReadOptions(orientation, expert_b_layout, tuple(skip or ()))
     if out.exists():
         raise AdapterError(f"{str(out)!r} exists already; give a folder that does not.")
-    source = read_adapter(adapter)
+    source = read_adapter(adapter, read_options.file_policy(adapter_root))
     with quiet_libraries(), step(f"Building {model} from its config, without weights"):
         spec = model_spec(meta_model(model))
     bound = bind(source, spec, options)

@@ -1,4 +1,4 @@
-"""How to read adapter files: ``--skip``, ``--orientation`` and ``--expert-b-layout``.
+"""How to read adapter files: ``--skip``, ``--orientation``, ``--expert-b-layout`` and their root.
 
 ``generate`` has several adapters, so there each may start with ``NAME=``: it then holds for that
 adapter only. Without it, it holds for all; what names an adapter comes before what does not.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from moegraft.errors import MoegraftError
 
 if TYPE_CHECKING:
-    from moegraft import ReadOptions
+    from moegraft import FilePolicy, ReadOptions
 
 SKIP_HELP = "Leave out the tensors whose names match; may be repeated."
 ORIENTATION_HELP = "Of 3-D expert parameters, where neither shapes nor PEFT's version tell it."
@@ -22,9 +25,21 @@ B_LAYOUT_HELP = (
     "Order of the columns of a fused B, where the file's own marker is missing or wrong."
 )
 
+AdapterRoot = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Refuse adapter files outside of it; links are followed."),
+]
+
 #: Text before the first "=" that can only be meant as a name; "=" in a regular expression comes
 #: behind "(?" or "(?<", and no tensor's name has one.
 _NAME = re.compile(r"[\w.\- ]+")
+
+
+def file_policy(adapter_root: Path | None) -> FilePolicy:
+    """Return the policy of ``--adapter-root``; default limits, and None = anywhere."""
+    from moegraft import FilePolicy
+
+    return FilePolicy(root=adapter_root)
 
 
 def per_adapter(
