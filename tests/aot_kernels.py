@@ -14,6 +14,7 @@ from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
 from moegraft.backends.triton.grouped_gemm import grouped_gemm_kernel
 from moegraft.backends.triton.linear_lora import linear_lora_kernel
+from moegraft.backends.triton.linear_split import linear_split_kernel
 from moegraft.backends.triton.lora_expand import lora_expand_kernel
 from moegraft.backends.triton.lora_shrink import lora_shrink_kernel
 from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kernel
@@ -48,7 +49,7 @@ CONSTANTS: dict[str, Any] = {
     "SIDES": 2, "DELTA": "some", "DENSE": False, "HAS_SLOTS": True, "PDL": True,
     "weight_stride_k": 1, "NUM_PROJECTIONS": 3, "MANY_RANKS": False, "ROWS": 16, "BLOCK_S": 32,
     "BLOCK_G": 128, "BY_TOKEN": True, "IN_PLACE": True, "LOCAL_ONLY": True, "HAS_DELTA": True,
-    "BY_PAIR": False, "BLOCK": 256,
+    "BY_PAIR": False, "BLOCK": 256, "EARLY": True, "STEPS": 1,
 }  # fmt: skip
 
 
@@ -118,6 +119,10 @@ def main(capability: int) -> None:
     compile_kernel(linear_lora_kernel, capability, NUM_PROJECTIONS=1, EVEN_K=False)
     compile_kernel(linear_lora_kernel, capability, NUM_PROJECTIONS=4, MANY_RANKS=True)
     compile_kernel(linear_lora_kernel, capability, BLOCK_M=64)
+    compile_kernel(linear_split_kernel, capability, BLOCK_K=256, SPLITS=8)
+    compile_kernel(linear_split_kernel, capability, BLOCK_R=128, STEPS=2, SPLITS=8, EARLY=False)
+    fp32 = {"x_ptr": "*fp32", **{f"out{i}_ptr": "*fp32" for i in range(4)}}
+    compile_kernel(linear_split_kernel, capability, STEPS=4, EVEN_K=False, **fp32)
     print("token_segments, linear_lora")
 
 

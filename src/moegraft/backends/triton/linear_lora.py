@@ -19,6 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.linear_parts import (
+    MAX_PROJECTIONS,
+    add_product,
+    expand,
+    load_b,
+    load_record,
+)
+from moegraft.backends.triton.linear_split import SplitTile, choose_split, launch_split
 from moegraft.backends.triton.sync import launch_next, launch_wait
 from moegraft.backends.triton.token_segments import max_segments, token_segments
 from moegraft.errors import MoegraftError
@@ -26,8 +34,6 @@ from moegraft.factor_table import SiteTable
 from moegraft.factors import UNIT_BYTES
 from moegraft.types import TokenSlots
 
-#: Projections of one launch; more are split.
-MAX_PROJECTIONS = 4
 #: Up to this many tokens a segment has 16 rows, then 64: factors are read less often.
 MAX_SMALL_TOKENS = 1024
 #: Programs that are enough for a GPU; more make tiles wider instead, and S is computed less often.
@@ -95,7 +101,7 @@ def linear_lora_group(
     slots: TokenSlots,
     outs: Sequence[torch.Tensor],
     *,
-    tile: LinearTile | None = None,
+    tile: LinearTile | SplitTile | None = None,
     pdl: bool = False,
 ) -> None:
     """Add the deltas of several linears that read the same x, in one launch for up to four.
@@ -109,7 +115,7 @@ def linear_lora_group(
         slots: adapter slot per token, -1 = none.
         outs: one ``[T, out_i]`` per linear, with adjacent columns and any row stride. They may
             be columns of one tensor; they may not overlap each other or x.
-        tile: how to cut the work; None = chosen by the sizes.
+        tile: how to cut the work, which also says with which kernel; None = chosen by the sizes.
         pdl: programmatic dependent launch (Hopper and newer).
 
     The host reads nothing of the device, so a CUDA graph may hold the launches; see
@@ -152,7 +158,7 @@ def _launch(
     tables: Sequence[SiteTable],
     slots: TokenSlots,
     outs: Sequence[torch.Tensor],
-    tile: LinearTile | None,
+    tile: LinearTile | SplitTile | None,
     pdl: bool,
 ) -> None:
     num_tokens, size_k = x.shape
@@ -161,7 +167,12 @@ def _launch(
         columns = sum(out.shape[1] for out in outs)
         max_rank = max(table.max_rank for table in tables)
         itemsize = max(x.element_size(), arena.element_size())
-        tile = choose_tile(num_tokens, num_slots, columns, max_rank, itemsize)
+        tile = choose_split(num_tokens, size_k, max_rank, itemsize) or choose_tile(
+            num_tokens, num_slots, columns, max_rank, itemsize
+        )
+    if isinstance(tile, SplitTile):
+        launch_split(x, tables, slots, outs, tile, pdl)
+        return
     found = token_segments(slots, num_slots, tile.block_m, pdl)
     first_tiles = [0]
     for out in outs:
@@ -205,39 +216,17 @@ def _shrink(
             k_mask = (k0 + k < size_k)[None, :]
             x = tl.load(x_ptrs, mask=row_mask[:, None] & k_mask, other=0.0)
             a = tl.load(a_ptrs, mask=r_mask & k_mask, other=0.0)
-        if x.dtype != a.dtype:  # a router in fp32 over a bank in bf16
-            x = x.to(tl.float32)
-            a = a.to(tl.float32)
-        acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
+        acc = add_product(x, a, acc)
         x_ptrs += BLOCK_K
         a_ptrs += BLOCK_K
     return acc
-
-
-@triton.jit
-def _load_b(b_ptr, b_stride, first_rank, rank, columns, size_n, BLOCK_R: tl.constexpr):
-    """Return B ``[BLOCK_R, BLOCK_N]``; 0 past the live rank and past the last column."""
-    r = first_rank + tl.arange(0, BLOCK_R)
-    mask = (r < rank)[:, None] & (columns < size_n)[None, :]
-    return tl.load(b_ptr + r[:, None] * b_stride + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _expand(s, b):
-    """Return ``s @ b`` in fp32. A 16-bit B meets S as a high and a low part: S is not rounded."""
-    high = s.to(b.dtype)
-    delta = tl.dot(high, b, input_precision="ieee")
-    if b.dtype != tl.float32:
-        low = (s - high.to(tl.float32)).to(b.dtype)
-        delta = tl.dot(low, b, delta, input_precision="ieee")
-    return delta
 
 
 @triton.jit(do_not_specialize=["first_tile1", "first_tile2", "first_tile3", "num_tiles", "pieces"])
 def linear_lora_kernel(
     x_ptr,  # [T, K]
     arena_ptr,
-    order_ptr,  # [T] int32
+    order_ptr,  # [segments * BLOCK_M] int32
     segments_ptr,  # [segments, 4] int32: start, end, slot
     records0_ptr, records1_ptr, records2_ptr, records3_ptr,  # [S, 8] int64
     out0_ptr, out1_ptr, out2_ptr, out3_ptr,  # [T, N], in and out
@@ -283,14 +272,9 @@ def linear_lora_kernel(
         if tile >= first_tile3:
             records_ptr, out_ptr = records3_ptr, out3_ptr
             out_stride, size_n, first_tile = out_stride3, size_n3, first_tile3
-    # A record's words 6 and 7 hold the live rank and the scale in their low halves.
     record = records_ptr + slot.to(tl.int64) * slot_stride
-    rank = tl.load(record + 6).to(tl.int32)
-    scale = tl.load(record + 7).to(tl.int32).to(tl.float32, bitcast=True)
-    a_ptr = arena_ptr + tl.multiple_of(tl.load(record) * UNIT, UNIT)
-    b_ptr = arena_ptr + tl.multiple_of(tl.load(record + 1) * UNIT, UNIT)
-    a_stride = tl.multiple_of(tl.load(record + 4).to(tl.int32), UNIT)
-    b_stride = tl.multiple_of(tl.load(record + 5).to(tl.int32), UNIT)
+    a_ptr, a_stride, rank, scale = load_record(record, slot >= 0, 0, arena_ptr, UNIT)
+    b_ptr, b_stride, _, _ = load_record(record, slot >= 0, 1, arena_ptr, UNIT)
     if rank <= 0:
         return
     m = tl.arange(0, BLOCK_M)
@@ -300,7 +284,7 @@ def linear_lora_kernel(
     out_rows = out_ptr + rows[:, None] * out_stride
     columns = (tile - first_tile) * (BLOCK_N * pieces) + tl.arange(0, BLOCK_N)
     # What comes after the K loop is on its way before it.
-    b = _load_b(b_ptr, b_stride, 0, rank, columns, size_n, BLOCK_R)
+    b = load_b(b_ptr, b_stride, 0, rank, columns, size_n, BLOCK_R)
     mask = row_mask[:, None] & (columns < size_n)[None, :]
     out = tl.load(out_rows + columns[None, :], mask=mask, other=0.0)
     s = _shrink(
@@ -310,18 +294,18 @@ def linear_lora_kernel(
         next_columns = columns + BLOCK_N
         exists = piece + 1 < pieces
         next_size = tl.where(exists, size_n, 0)
-        next_b = _load_b(b_ptr, b_stride, 0, rank, next_columns, next_size, BLOCK_R)
+        next_b = load_b(b_ptr, b_stride, 0, rank, next_columns, next_size, BLOCK_R)
         next_mask = row_mask[:, None] & (next_columns < next_size)[None, :]
         next_out = tl.load(out_rows + next_columns[None, :], mask=next_mask, other=0.0)
-        delta = _expand(s, b)
+        delta = expand(s, b)
         if MANY_RANKS:
             for r0 in tl.range(BLOCK_R, rank, BLOCK_R, num_stages=1):
-                more_b = _load_b(b_ptr, b_stride, r0, rank, columns, size_n, BLOCK_R)
+                more_b = load_b(b_ptr, b_stride, r0, rank, columns, size_n, BLOCK_R)
                 more_s = _shrink(
                     x_ptrs, a_ptr, a_stride, row_mask, r0, rank, size_k, EVEN_K, BLOCK_M,
                     BLOCK_R, BLOCK_K,
                 )  # fmt: skip
-                delta += _expand(more_s, more_b)
+                delta += expand(more_s, more_b)
         result = out.to(tl.float32) + delta * scale
         tl.store(out_rows + columns[None, :], result.to(out.dtype), mask=mask)
         columns, b, out, mask = next_columns, next_b, next_out, next_mask

@@ -32,14 +32,16 @@ class TokenSegments:
     """Runs of at most ``rows`` tokens of one slot.
 
     Attributes:
-        order: int32 ``[T]``, tokens sorted by slot, stable. Tokens without an adapter are left
-            out: the places behind the others are undefined.
+        order: int32 ``[max_segments * rows]``, tokens sorted by slot, stable: those of segment g
+            from place ``g * rows`` on, -1 behind its last. Tokens without an adapter are left out,
+            and the places of unused segments are undefined.
         segments: int32 ``[max_segments, 4]``: start, end, slot, unused. Segment g is the tokens
-            ``order[start:end]``. Those that are used come first; the others are (0, 0, -1).
+            ``order[start:end]``, with ``start = g * rows``. Those that are used come first; the
+            others are (0, 0, -1).
         rows: the most tokens of one segment.
 
-    Example: slots [2, -1, 0, 2] with rows=16: order [2, 0, 3, undefined], segments (0, 1, 0),
-    (1, 3, 2) and then (0, 0, -1).
+    Example: slots [2, -1, 0, 2] with rows=4: order [2, -1, -1, -1, 0, 3, -1, -1, undefined],
+    segments (0, 1, 0), (4, 6, 2) and then (0, 0, -1).
     """
 
     order: torch.Tensor
@@ -50,6 +52,20 @@ class TokenSegments:
 def max_segments(num_tokens: int, num_slots: int, rows: int) -> int:
     """Return how many segments T tokens on S slots can need; the proof is at the top."""
     return (num_tokens + (rows - 1) * min(num_slots, num_tokens)) // rows
+
+
+def is_capturing(slots: TokenSlots) -> bool:
+    """True while the current stream's launches become part of a CUDA graph."""
+    return slots.slots.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _key(slots: TokenSlots, num_slots: int, rows: int) -> tuple[object, ...]:
+    return ("token_segments", num_slots, rows, is_capturing(slots))
+
+
+def has_segments(slots: TokenSlots, num_slots: int, rows: int) -> bool:
+    """True when :func:`token_segments` would launch nothing."""
+    return _key(slots, num_slots, rows) in slots.cache
 
 
 def token_segments(
@@ -64,8 +80,7 @@ def token_segments(
     what was made outside of a capture is not used inside, nor the other way round. A second graph
     needs a TokenSlots of its own, or it would rely on the first one's launch.
     """
-    capturing = slots.slots.is_cuda and torch.cuda.is_current_stream_capturing()
-    key = ("token_segments", num_slots, rows, capturing)
+    key = _key(slots, num_slots, rows)
     found = slots.cache.get(key)
     if found is None:
         many = slots.num_tokens > MAX_COUNTED_TOKENS
@@ -80,8 +95,8 @@ def segments_by_counting(
 ) -> TokenSegments:
     """Make the segments of ``slots`` int32 ``[T]`` in one launch; T**2 comparisons."""
     num_tokens = slots.shape[0]
-    order = torch.empty_like(slots)
     number = max_segments(num_tokens, num_slots, rows)
+    order = torch.empty(number * rows, dtype=torch.int32, device=slots.device)
     segments = torch.empty(number, SEGMENT_WORDS, dtype=torch.int32, device=slots.device)
     block_i = 16 if num_tokens <= 1024 else 64
     # Interpreters and older cards know no such option, so it is only passed when it is on.
@@ -112,18 +127,26 @@ def segments_by_sorting(
     slot = slot.clamp(max=num_slots - 1)
     count = counts[slot]
     part = g - (ends[slot] - (count + rows - 1) // rows)
-    start = starts[slot] + part * rows
-    end = starts[slot] + torch.minimum((part + 1) * rows, count)
+    start = g * rows
+    size = torch.minimum(count - part * rows, torch.full_like(count, rows))
     zero = torch.zeros_like(g)
-    words = (torch.where(used, start, 0), torch.where(used, end, 0), torch.where(used, slot, -1))
+    words = (
+        torch.where(used, start, 0),
+        torch.where(used, start + size, 0),
+        torch.where(used, slot, -1),
+    )
     segments = torch.stack((*words, zero), 1).to(torch.int32)
-    return TokenSegments(order.to(torch.int32), segments, rows)
+    place = torch.arange(rows, device=device)
+    source = (starts[slot] + part * rows)[:, None] + place
+    tokens = order[source.clamp(max=max(order.shape[0] - 1, 0))]
+    padded = torch.where(place < size[:, None], tokens, -1)
+    return TokenSegments(padded.flatten().to(torch.int32), segments, rows)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_slots", "num_segments"])
 def token_segments_kernel(
     slots_ptr,  # [T] int32
-    order_ptr,  # [T] int32 out
+    order_ptr,  # [num_segments, ROWS] int32 out
     segments_ptr,  # [num_segments, 4] int32 out
     num_tokens,
     num_slots,
@@ -142,7 +165,6 @@ def token_segments_kernel(
     i = pid * BLOCK_I + tl.arange(0, BLOCK_I)
     slot = tl.load(slots_ptr + i, mask=i < num_tokens, other=-1)
     has_slot = (slot >= 0) & (slot < num_slots)
-    group_start = tl.zeros([BLOCK_I], tl.int32)  # tokens of earlier slots
     group_size = tl.zeros([BLOCK_I], tl.int32)  # tokens of this slot
     first_segment = tl.zeros([BLOCK_I], tl.int32)  # segments of earlier slots
     num_used = 0
@@ -156,7 +178,6 @@ def token_segments_kernel(
         count = tl.where(s < num_slots, tl.sum(same, 1), 0)
         parts = (count + ROWS - 1) // ROWS
         earlier = s[None, :] < slot[:, None]
-        group_start += tl.sum(tl.where(earlier, count[None, :], 0), 1)
         first_segment += tl.sum(tl.where(earlier, parts[None, :], 0), 1)
         group_size += tl.sum(tl.where(s[None, :] == slot[:, None], count[None, :], 0), 1)
         num_used += tl.sum(parts, 0)
@@ -167,11 +188,19 @@ def token_segments_kernel(
         is_before = (j_slot[None, :] == slot[:, None]) & (j[None, :] < i[:, None])
         same_before += is_before.to(tl.int32)
     before = tl.sum(same_before, 1)
-    tl.store(order_ptr + group_start + before, i, mask=has_slot)
-    is_head = has_slot & (before % ROWS == 0)
-    words = segments_ptr + (first_segment + before // ROWS) * 4
-    tl.store(words, group_start + before, mask=is_head)
-    tl.store(words + 1, group_start + tl.minimum(before + ROWS, group_size), mask=is_head)
+    segment = first_segment + before // ROWS
+    place = before % ROWS
+    tl.store(order_ptr + segment * ROWS + place, i, mask=has_slot)
+    # The last token of a slot fills what is left of its segment.
+    places = tl.arange(0, ROWS)[None, :]
+    is_last = has_slot & (before == group_size - 1)
+    rest = is_last[:, None] & (places > place[:, None])
+    tl.store(order_ptr + segment[:, None] * ROWS + places, -1, mask=rest)
+    is_head = has_slot & (place == 0)
+    words = segments_ptr + segment * 4
+    start = segment * ROWS
+    tl.store(words, start, mask=is_head)
+    tl.store(words + 1, start + tl.minimum(group_size - before, ROWS), mask=is_head)
     tl.store(words + 2, slot, mask=is_head)
     tl.store(words + 3, 0, mask=is_head)
     if pid == 0:
