@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +16,13 @@ import torch
 pytest.importorskip("triton")
 
 from linear_cases import GroupCase, random_case
-from moegraft.backends.triton.linear_lora import linear_lora, linear_lora_group
+from moegraft.backends.triton.linear_lora import (
+    LinearTile,
+    choose_tile,
+    linear_lora,
+    linear_lora_group,
+)
+from moegraft.backends.triton.linear_split import SplitTile, choose_split
 from moegraft.backends.triton.token_segments import segments_by_counting, segments_by_sorting
 from moegraft.sites import linear_site
 from moegraft.testing import assert_bit_equal, poisoned_empty
@@ -46,13 +56,13 @@ def no_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def check(case: GroupCase, pdl: bool = False) -> None:
+def check(case: GroupCase, pdl: bool = False, tile: LinearTile | SplitTile | None = None) -> None:
     """Check one launch against the reference, on fresh segments and poisoned memory."""
     slots = TokenSlots(case.slots.slots, case.slots.live)
 
     def add(outs: list[torch.Tensor]) -> None:
         with poisoned_empty(), no_sync():
-            linear_lora_group(case.x, case.tables, slots, outs, pdl=pdl)
+            linear_lora_group(case.x, case.tables, slots, outs, pdl=pdl, tile=tile)
 
     case.check(add)
 
@@ -69,6 +79,53 @@ def test_a_group_with_real_sizes_is_right(num_tokens: int) -> None:
     check(case)
     if has_dependent_launch():
         check(case, pdl=True)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 64, 256])
+def test_both_kernels_are_right_with_and_without_dependent_launch(num_tokens: int) -> None:
+    case = random_case(num_tokens, torch.bfloat16, "cuda", sites=QKV)
+    split = choose_split(num_tokens, 2048, 64)
+    assert split is not None
+    few = replace(split, shrink_programs=5, expand_programs=7)
+    for tile in (split, few, choose_tile(num_tokens, 8, 5120, 64)):
+        check(case, tile=tile)
+        if has_dependent_launch():
+            check(case, pdl=True, tile=tile)
+
+
+def test_a_split_launch_gives_the_same_bits_each_time() -> None:
+    case = random_case(40, torch.bfloat16, "cuda", sites=QKV)
+    results = []
+    for _ in range(50):
+        outs = [base.clone() for base in case.bases]
+        linear_lora_group(case.x, case.tables, case.slots, outs, pdl=has_dependent_launch())
+        results.append(torch.cat(outs, 1))
+    for other in results[1:]:
+        assert_bit_equal(other, results[0])
+
+
+#: A program that waits for ever is ended with its process.
+TIME_LIMIT = 100
+
+
+@pytest.mark.timeout(TIME_LIMIT + 20)
+def test_the_waits_of_split_launches_on_a_busy_gpu_neither_hang_nor_err() -> None:
+    script = Path(__file__).parent / "linear_stress.py"
+    paths = [str(script.parent), str(script.parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    try:
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"a program waited for ever, or the GPU is shared: {error}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "ok: " in done.stdout
 
 
 def test_dependent_launch_changes_no_bit_over_many_layers() -> None:

@@ -114,15 +114,17 @@ def choose_split(
     return SplitTile(chunk, block_k, 64 if exact else 128, block_r)
 
 
-def _partials(slots: TokenSlots, words: int) -> Partials:
+def _partials(slots: TokenSlots, num_slots: int, words: int) -> Partials:
     """Return the workspace of this step, stream and size; both halves are empty at first.
+
+    Launches over as many slots have the same segments in use, so each clears what another wrote.
 
     As for the segments, what was made outside of a capture is not used inside, nor the other way
     round, so that a graph clears its own.
     """
     on_gpu = slots.slots.is_cuda
     stream = torch.cuda.current_stream(slots.slots.device).cuda_stream if on_gpu else 0
-    key = ("linear_partials", words, stream, is_capturing(slots))
+    key = ("linear_partials", num_slots, words, stream, is_capturing(slots))
     found = slots.cache.get(key)
     if found is None:
         device = slots.slots.device
@@ -151,9 +153,8 @@ def launch_split(
     num_segments = found.segments.shape[0]
     splits = triton.cdiv(size_k, tile.chunk)
     shrink_units = num_segments * len(outs) * splits
-    partials = _partials(slots, shrink_units * SEGMENT_ROWS * tile.block_r)
+    partials = _partials(slots, num_slots, shrink_units * SEGMENT_ROWS * tile.block_r)
     turn = partials.turn
-    partials.turn = 1 - turn
     first_tiles = [0]
     for out in outs:
         first_tiles.append(first_tiles[-1] + triton.cdiv(out.shape[1], tile.block_n))
@@ -175,6 +176,7 @@ def launch_split(
         BLOCK_N=tile.block_n, BLOCK_R=tile.block_r, BLOCK_K=tile.block_k, EARLY=early, PDL=pdl,
         num_warps=tile.num_warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
+    partials.turn = 1 - turn
 
 
 @triton.jit
