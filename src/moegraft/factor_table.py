@@ -5,7 +5,7 @@ The records are described in :mod:`moegraft.factors`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +53,8 @@ class SiteTable:
         host_cache: what host-side backends decoded, each under its own name.
         host_ranks: what :attr:`ranks` says, kept on the host by whoever writes the table; None =
             nobody does.
+        wait_for_copies: lets the current stream wait for factors that are still being copied here;
+            None = nothing is copied on other streams.
     """
 
     site: Site
@@ -62,6 +64,7 @@ class SiteTable:
     max_rank: int
     host_cache: dict[str, object] = field(default_factory=dict, repr=False)
     host_ranks: torch.Tensor | None = None
+    wait_for_copies: Callable[[], None] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -81,13 +84,21 @@ class SiteTable:
     def has_delta(self, slots: TokenSlots) -> bool:
         """True when a live adapter has a factor here; reads the host's memory only.
 
+        If so the current stream waits for factors that are still on their way into this site: a
+        layer asks before it reads them. A graph waits for nothing, whoever replays it has waited.
+
         While a graph is captured (``slots.in_graph``): True once any adapter had one here, see
         :attr:`moegraft.adapters.AdapterBank.sites_version`.
         """
         if slots.in_graph and self.ever_used:
             return True
         ranks = self._host_ranks()
-        return any(ranks if slots.in_graph else (ranks[slot] for slot in slots.live))
+        if slots.in_graph:
+            return any(ranks)
+        found = any(ranks[slot] for slot in slots.live)
+        if found and self.wait_for_copies is not None:
+            self.wait_for_copies()
+        return found
 
     @property
     def ever_used(self) -> bool:

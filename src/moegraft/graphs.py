@@ -13,7 +13,6 @@ Runners share nothing with each other.
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -21,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from moegraft.errors import MoegraftError
+from moegraft.gc_pause import gc_paused
 from moegraft.layer import MoeLoraLayer
 from moegraft.no_waits import no_waits
 from moegraft.static_batch import StaticBatch, StaticInput
@@ -234,22 +234,21 @@ class GraphRunner(StepRunner):
         finally:
             outer.wait_stream(self._capture_stream)
         graph = torch.cuda.CUDAGraph()
-        collects = gc.isenabled()
-        gc.disable()  # what the collector would free may not be freed during a capture
         try:
-            with torch.cuda.graph(
-                graph,
-                pool=self._pool,
-                stream=self._capture_stream,
-                capture_error_mode="thread_local",
+            # What the collector would free may not be freed during a capture.
+            with (
+                gc_paused(),
+                torch.cuda.graph(
+                    graph,
+                    pool=self._pool,
+                    stream=self._capture_stream,
+                    capture_error_mode="thread_local",
+                ),
             ):
                 outputs = run()
         except BaseException:
             torch.cuda.set_stream(outer)  # torch leaves its own set when the capture fails
             raise
-        finally:
-            if collects:
-                gc.enable()
         return _Graph(graph, outputs)
 
     def _warm(self, run: Callable[[], Outputs]) -> None:

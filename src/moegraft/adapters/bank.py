@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from moegraft.adapters.arena import FreeList
+from moegraft.adapters.layer_copies import LayerCopies
 from moegraft.adapters.streams import StreamOrder
 from moegraft.errors import AdapterError, shown
 from moegraft.factor_table import Arena, SiteTable
@@ -31,9 +33,11 @@ class AdapterBank:
     A slot costs what its adapter weighs. The table never moves; the arena moves only while it may
     still grow (:meth:`freeze` forbids it, for graphs that hold its address).
 
-    On a GPU every write is a copy on the current stream; the host does not wait for it. Batches on
-    other streams are kept in order by ``order``: whoever runs one calls ``order.before_read()``
-    ahead of it and ``order.after_read()`` behind it, as :meth:`AdapterStore.use` does.
+    On a GPU the host waits for no write. Factors are copied layer by layer on a stream of the
+    bank's own (``copies``), the table row on the current stream. Whoever runs a batch calls
+    ``order.before_read()`` ahead of it and ``order.after_read()`` behind it, and lets its stream
+    wait for the copies: for all (``copies.wait()``), or layer by layer
+    (:meth:`SiteTable.has_delta` does). :meth:`AdapterStore.use` does all of it.
 
     Args:
         sites: every place of the model where adapters attach.
@@ -72,6 +76,7 @@ class AdapterBank:
         self._may_grow = arena_bytes is None
         self._why_frozen = ""
         self.order = StreamOrder(self.device)
+        self.copies = LayerCopies(self.device, self.order)
         #: Goes up when an adapter brings factors to a site that never had any: what was captured
         #: without that site's adapters must be captured again.
         self.sites_version = 0
@@ -98,7 +103,16 @@ class AdapterBank:
         records = self.layout.records(self.table, site)
         expert_map = self.layout.expert_map(self.table, site)
         ranks = self.layout.ranks_of(self._ranks, site)
-        return SiteTable(site, self._arena, records, expert_map, self.max_rank, host_ranks=ranks)
+        arrive = partial(self.copies.wait_for, site.name) if self.device.type == "cuda" else None
+        return SiteTable(
+            site,
+            self._arena,
+            records,
+            expert_map,
+            self.max_rank,
+            host_ranks=ranks,
+            wait_for_copies=arrive,
+        )
 
     def _pinned(self, row: torch.Tensor) -> torch.Tensor:
         """In page-locked memory for a GPU, so that its copy needs no wait.
@@ -182,10 +196,15 @@ class AdapterBank:
         largest = self._free.largest_after(regions) * UNIT_BYTES
         return self._may_grow or largest >= packed.num_bytes
 
-    def write(self, slot: int, name: str, packed: PackedAdapter) -> None:
+    def write(self, slot: int, name: str, packed: PackedAdapter, wait: bool = True) -> None:
         """Put an adapter into a slot: copy its factors to a new region, then flip the table row.
 
         The slot's previous region is freed after the flip. On error nothing has changed.
+
+        Args:
+            slot, name: which slot, and what to call the adapter in messages.
+            packed: its factors.
+            wait: let the current stream wait for the copies; False = whoever reads them does.
 
         Raises:
             AdapterError: rank over the maximum, or a full arena that may not grow.
@@ -198,14 +217,16 @@ class AdapterBank:
         region = self._arena.data[first : first + packed.data.numel()]
         try:
             row = self._pinned(packed.relocated(start, self.layout))
+            self.copies.start(region, packed)
             self.order.before_write()
-            region.copy_(packed.data, non_blocking=True)
             self._flip(slot, row)
         except BaseException:
             self._free.release(start, units)
             raise
         self._free_region(slot)
         self._regions[slot] = (start, units)
+        if wait:
+            self.copies.wait()
 
     def clear(self, slot: int) -> None:
         """Empty a slot: its row says "no delta", its region is free again."""

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moegraft.adapters import combine
-from moegraft.adapters.gc_pause import gc_paused
 from moegraft.adapters.layouts import LAYOUTS, ReadOptions
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.report import BindReport, ProjectionReport, SiteReport
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import HOW_TO_SKIP, AdapterError, count, shorten, shown
+from moegraft.gc_pause import gc_paused
 from moegraft.sites import Site
 from moegraft.types import SiteFactors
 

@@ -13,13 +13,13 @@ import torch
 from moegraft.adapters.config import AdapterConfig
 from moegraft.adapters.file_policy import DEFAULT_POLICY, FilePolicy
 from moegraft.adapters.finite import check_finite
-from moegraft.adapters.gc_pause import gc_paused
 from moegraft.adapters.header import STORED_DTYPES, check_tensor_name, wrong_dtype
 from moegraft.adapters.keys import AdapterKey, parse_key
 from moegraft.adapters.safe_open import check_inside, open_regular, path_text
 from moegraft.adapters.strict_json import check_depth, parse_json
 from moegraft.adapters.tensor_file import read_tensors
 from moegraft.errors import AdapterError, shorten, shown
+from moegraft.gc_pause import gc_paused
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"

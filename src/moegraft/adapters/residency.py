@@ -43,7 +43,8 @@ class Entry:
 class Residency:
     """The bank's slots and who is in them. Not safe to use from several threads by itself.
 
-    Every method that fails leaves the owners of all slots true to what the bank holds.
+    Every method that fails leaves the owners of all slots true to what the bank holds. No stream
+    waits for what is copied here: a batch lets its own wait, see :meth:`AdapterStore.use`.
 
     Args:
         bank: the device bank.
@@ -103,7 +104,7 @@ class Residency:
         if not self._bank.has_room(new.packed):
             for entry in self._room_for(new, [old, *self._evictable([old])]):
                 self._vacate(entry)
-        self._bank.write(slot, new.name, new.packed)
+        self._bank.write(slot, new.name, new.packed, wait=False)
         old.slot, new.slot = None, slot
         self._slots[slot] = new
 
@@ -151,7 +152,7 @@ class Residency:
             if not evictable:
                 break  # write() below says what is missing
             self._vacate(evictable[0])
-        self._bank.write(slot, entry.name, entry.packed)
+        self._bank.write(slot, entry.name, entry.packed, wait=False)
         entry.slot = slot
         self._slots[slot] = entry
 

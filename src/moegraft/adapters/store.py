@@ -138,11 +138,20 @@ class AdapterStore:
             entry.pinned = pinned
 
     @contextmanager
-    def use(self, names: Iterable[str | None]) -> Iterator[Mapping[str, int]]:
+    def use(
+        self, names: Iterable[str | None], by_layer: bool = False
+    ) -> Iterator[Mapping[str, int]]:
         """Bring adapters into slots and hold them there: name -> slot, None is left out.
 
         On a GPU the batch belongs on the stream that is current at both ends of the block. Batches
         on several streams may run at once: what one of them still reads is not overwritten.
+
+        Args:
+            names: the batch's adapters.
+            by_layer: on a GPU, let every layer wait for its own factors when it asks
+                :meth:`SiteTable.has_delta`, so that a batch begins while those of later layers are
+                still being copied. Ahead of a graph's replay call :meth:`wait_for_copies`. False:
+                the current stream waits for all of them here.
 
         Raises:
             AdapterError: an unknown name, more distinct adapters than slots, or too few slots that
@@ -159,6 +168,8 @@ class AdapterStore:
         try:
             with self._lock:
                 self._bank.order.before_read()
+                if not by_layer:
+                    self._bank.copies.wait()
             yield {entry.name: entry.slot for entry in entries if entry.slot is not None}
         finally:
             with self._lock:
@@ -166,6 +177,10 @@ class AdapterStore:
                     entry.users -= 1
                 self._bank.order.after_read()
                 self._residency.sweep()
+
+    def wait_for_copies(self) -> None:
+        """Let the current stream wait for all factors that are on their way into slots."""
+        self._bank.copies.wait()
 
     def freeze(self) -> None:
         """Let the bank's arena never move again, as graphs that hold its address need; once.

@@ -31,10 +31,13 @@ class StreamOrder:
             stream = torch.cuda.current_stream(self._device)
             self._readers.setdefault(stream.cuda_stream, torch.cuda.Event()).record(stream)
 
-    def before_write(self) -> None:
-        """The current stream waits for the other streams' reads and the last write."""
+    def before_write(self, stream: torch.cuda.Stream | None = None) -> None:
+        """A stream waits for the other streams' reads and the last write; None = the current one.
+
+        Each batch's reads count from the end of its :meth:`AdapterStore.use` block on.
+        """
         if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
+            stream = stream or torch.cuda.current_stream(self._device)
             for reader, event in self._readers.items():
                 if reader != stream.cuda_stream:
                     stream.wait_event(event)

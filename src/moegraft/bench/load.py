@@ -27,7 +27,6 @@ from moegraft.adapters import (
 )
 from moegraft.adapters.config import AdapterConfig
 from moegraft.adapters.file_policy import DEFAULT_POLICY
-from moegraft.adapters.gc_pause import gc_paused
 from moegraft.adapters.keys import parse_key
 from moegraft.adapters.read import WEIGHTS_FILE
 from moegraft.adapters.tensor_file import read_tensors
@@ -35,6 +34,7 @@ from moegraft.bench import records
 from moegraft.bench.load_case import LoadCase
 from moegraft.errors import MoegraftError
 from moegraft.factors import PackedAdapter
+from moegraft.gc_pause import gc_paused
 from moegraft.packing import pack_adapter
 
 Say = Callable[[str], None]

@@ -122,7 +122,7 @@ class Decoder:
         names = normalise_rows(adapters, rows)
         self.close()
         with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
-            slot_of = stack.enter_context(self._store.use(names))
+            slot_of = stack.enter_context(self._store.use(names, by_layer=True))
             of_rows = RowSlots(slots_of(names, slot_of), device)
             slots = TokenSlots.of(list(of_rows.slots), device)
             self._decode.reset()
@@ -140,6 +140,7 @@ class Decoder:
             if runner is None:
                 changed = [self._ids, self._positions, self._column]
                 runner = self._decode.make_runner(self._step, {}, changed)
+            self._store.wait_for_copies()
             runner.load({}, slots)
             self._held = stack.pop_all()
         self._length = length + 1

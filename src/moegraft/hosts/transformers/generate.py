@@ -124,7 +124,7 @@ class Generation:
         """
         self._check_attached()
         names = normalise_rows(adapters, num_rows)
-        with self.store.use(names) as slot_of:
+        with self.store.use(names, by_layer=True) as slot_of:
             device = next(self.model.parameters()).device
             with self._state.use_rows(RowSlots(slots_of(names, slot_of), device)):
                 yield

@@ -73,6 +73,7 @@ class _DecodeSteps(StaticDecode):
             )
             self._made_for = (specs, fixed)
         assert self.runner is not None
+        self._store.wait_for_copies()
         self.runner.load(inputs, self._state.current)
         logits = self.runner.execute()
         assert isinstance(logits, torch.Tensor)

@@ -111,7 +111,8 @@ class SiblingGroup:
             found = self._take(kept, index, x, slots)
             if found is not None:
                 return found
-        if not any(lora.has_delta(slots) for lora in self._loras):
+        # All are asked: each lets the stream wait for its own factors.
+        if not any([lora.has_delta(slots) for lora in self._loras]):
             return self._base(index, x)
         return self._all(index, x, slots) if self.shares else self._one(index, x, slots)
 

@@ -1,0 +1,100 @@
+"""Copies into the arena on a stream of their own, in the order of the model's layers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from moegraft.adapters.streams import StreamOrder
+from moegraft.factors import PackedAdapter
+
+#: Sites that lie side by side are copied together up to this size: a copy costs a few microseconds.
+_CHUNK_BYTES = 4 << 20
+
+
+class LayerCopies:
+    """Brings packed adapters into the arena while earlier work, and earlier layers, compute.
+
+    A copy waits for what may still read the memory that it writes to. A layer waits for the copies
+    of its own site, so that the first layers run while the factors of the last ones are on their
+    way. The host waits for nothing. On a CPU a copy is done when :meth:`start` returns.
+
+    Args:
+        device: where the arena is.
+        order: keeps the copies behind the readers.
+    """
+
+    def __init__(self, device: torch.device, order: StreamOrder) -> None:
+        self._device = device
+        self._order = order
+        self._lock = threading.Lock()
+        self._stream: torch.cuda.Stream | None = None
+        self._arrived: dict[str, torch.cuda.Event] = {}
+        #: Number and end of the newest copy; always set together.
+        self._last: tuple[int, torch.cuda.Event] | None = None
+        self._finished = 0
+
+    def start(self, region: torch.Tensor, packed: PackedAdapter) -> None:
+        """Copy an adapter's data to ``region``, a part of the arena of the same length."""
+        if self._device.type != "cuda":
+            region.copy_(packed.data)
+            return
+        with self._lock, torch.cuda.device(self._device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+            stream = self._stream
+            self._order.before_write(stream)
+            with torch.cuda.stream(stream):
+                for begin, end, sites in _chunks(packed):
+                    region[begin:end].copy_(packed.data[begin:end], non_blocking=True)
+                    arrived = torch.cuda.Event()
+                    arrived.record(stream)
+                    self._arrived.update(dict.fromkeys(sites, arrived))
+                done = torch.cuda.Event()
+                done.record(stream)
+                self._last = (1 if self._last is None else self._last[0] + 1, done)
+
+    def wait_for(self, site: str) -> None:
+        """Let the current stream wait for the newest copy of one site's factors.
+
+        Copies are made one after the other, so those before have arrived then, too.
+        """
+        if not self._idle():
+            event = self._arrived.get(site)
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
+
+    def wait(self) -> None:
+        """Let the current stream wait for all copies that were started."""
+        last = self._last
+        if last is not None and not self._idle():
+            torch.cuda.current_stream(self._device).wait_event(last[1])
+
+    def _idle(self) -> bool:
+        """True when every copy is done; asks the GPU until it is, and not again after that."""
+        last = self._last
+        if last is None or last[0] == self._finished:
+            return True
+        if last[1].query():
+            self._finished = last[0]
+            return True
+        return False
+
+
+def _chunks(packed: PackedAdapter) -> Iterator[tuple[int, int, list[str]]]:
+    """Yield (begin, end, sites) of an adapter's data, sites in the order of the model."""
+    limit = _CHUNK_BYTES // packed.data.element_size()
+    begin = end = 0
+    sites: list[str] = []
+    for site, (first, last) in packed.spans.items():
+        if sites and (first != end or last - begin > limit):
+            yield begin, end, sites
+            sites = []
+        if not sites:
+            begin = first
+        end = last
+        sites.append(site)
+    if sites:
+        yield begin, end, sites
