@@ -77,7 +77,7 @@ def swapped_form(tensors: dict[str, torch.Tensor], num_experts: int) -> dict[str
 
 def test_the_fixtures_are_all_there() -> None:
     assert len(tiny.SERVED_CASES) == 32
-    assert set(tiny.REFUSED_CASES) < set(tiny.ALL_CASES)
+    assert {*tiny.REFUSED_CASES, *tiny.VECTOR_CASES} < set(tiny.ALL_CASES)
 
 
 @pytest.mark.parametrize("case", tiny.SERVED_CASES)

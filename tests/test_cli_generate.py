@@ -108,7 +108,7 @@ def test_sampling_repeats_with_its_seed(model: Path, capsys: pytest.CaptureFixtu
         (["--prompt", ":x", "--adapter", "a:b=folder"], "colon"),
         (["--prompt", ":x", "--adapter", "all=folder"], "already an adapter 'all'"),
         (["--prompt", ":x", "--adapter", "new=/no/such/folder"], "no adapter at"),
-        (["--prompt", ":x", "--adapter", f"new={PEFT / 'dora_attention'}"], "DoRA"),
+        (["--prompt", ":x", "--adapter", f"new={PEFT / 'modules_to_save'}"], "modules_to_save"),
         (["--prompt", ":x", "--temperature", "0.5"], "--temperature needs --sample"),
         (["--prompt", ":x", "--top-p", "0.5", "--seed", "1"], "--top-p, --seed need --sample"),
         (["--prompt", ":x", "--sample", "--temperature", "0"], "over 0"),
@@ -200,7 +200,7 @@ def test_a_model_without_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     "rest, part",
     [
         (["--adapter", "new=/no/such/folder"], "no adapter at"),
-        (["--adapter", f"new={PEFT / 'dora_attention'}"], "DoRA"),
+        (["--adapter", f"new={PEFT / 'modules_to_save'}"], "modules_to_save"),
         (["--adapter", f"new={PEFT.parent / 'gpt_oss' / 'experts'}"], "can't be served"),
         (["--model", "/no/such/model"], "no model folder"),
     ],

@@ -29,17 +29,20 @@ FIXTURES = Path(__file__).parent / "fixtures"
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
 #: Cases that hold something which is not served.
 REFUSED_CASES = (
-    "peft/0.21.2/qwen3_moe/dora_attention",
-    "peft/0.21.2/qwen3_moe/lora_bias",
     "peft/0.21.2/qwen3_moe/modules_to_save",
     "peft/0.21.2/qwen3_moe/embedding",
-    "peft/0.21.2/gpt_oss/lora_bias",
     "peft/0.21.2/gpt_oss/experts_and_biases",
+)
+#: Cases with DoRA or a bias of lora_B on linears: their deltas are not B A alone.
+VECTOR_CASES = (
+    "peft/0.21.2/qwen3_moe/dora_attention",
+    "peft/0.21.2/qwen3_moe/lora_bias",
+    "peft/0.21.2/gpt_oss/lora_bias",
 )
 ALL_CASES = tuple(
     sorted(str(p.parent.relative_to(FIXTURES)) for p in FIXTURES.rglob("oracle.safetensors"))
 )
-SERVED_CASES = tuple(case for case in ALL_CASES if case not in REFUSED_CASES)
+SERVED_CASES = tuple(c for c in ALL_CASES if c not in (*REFUSED_CASES, *VECTOR_CASES))
 #: The plainest case, and a DoRA magnitude that PEFT would not write for its experts.
 EXPERTS = "peft/0.21.2/qwen3_moe/experts"
 MAGNITUDE = "base_model.model.model.layers.0.mlp.experts.lora_magnitude_vector"

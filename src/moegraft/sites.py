@@ -14,6 +14,9 @@ from moegraft.types import WeightLayout
 EXPERT_PROJECTIONS = ("gate", "up", "down")
 #: The one projection of a dense linear or a router.
 LINEAR_PROJECTION = "linear"
+#: What an adapter may have for a linear besides factors.
+VectorKind = Literal["lora_bias", "dora"]
+VECTOR_KINDS: tuple[VectorKind, ...] = ("lora_bias", "dora")
 
 
 @dataclass(frozen=True)
@@ -79,3 +82,17 @@ def linear_site(
 ) -> Site:
     """Build the :class:`Site` of a dense linear or a router."""
     return Site(name, kind, (Projection(LINEAR_PROJECTION, in_features, out_features),))
+
+
+def vector_name(linear: str, kind: VectorKind) -> str:
+    """Return the name of a linear's vector site; no module has a colon in its path."""
+    return f"{linear}:{kind}"
+
+
+def vector_site(linear: Site, kind: VectorKind) -> Site:
+    """Build the site of a vector ``[out]`` per adapter: a linear with one input, which is 1.
+
+    So a vector is a factor of rank 1 that lies in the same arena and table as all others.
+    """
+    out_features = linear.projection(LINEAR_PROJECTION).out_features
+    return linear_site(vector_name(linear.name, kind), 1, out_features)

@@ -14,15 +14,15 @@ from moegraft.adapters.report import BindReport, ProjectionReport, SiteReport
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import HOW_TO_SKIP, AdapterError, count, shorten, shown
 from moegraft.gc_pause import gc_paused
-from moegraft.sites import Site
+from moegraft.sites import LINEAR_PROJECTION, VECTOR_KINDS, Site, vector_name
 from moegraft.types import SiteFactors
 
 _LEAF_REASONS = {
     "dora": (
-        "it is DoRA's magnitude vector; DoRA is not served, and the factors alone are another "
-        "function than was trained"
+        "it is DoRA's magnitude vector; DoRA is not served there, and the factors alone are "
+        "another function than was trained"
     ),
-    "lora_B_bias": "it is a bias of lora_B (lora_bias=True), which is not served",
+    "lora_B_bias": "it is a bias of lora_B (lora_bias=True), which is not served there",
     "embedding": "LoRA on embeddings and trainable tokens are not served",
     "full": "it is a full tensor, not a LoRA factor (modules_to_save or bias), which is not served",
 }
@@ -45,10 +45,13 @@ class BoundAdapter:
         factors: site name -> factors, as read (dtype of the file); what is the same for all
             experts is there once.
         report: what became of every tensor.
+        magnitudes: linears whose ``dora`` vector still is the file's magnitude, which
+            :func:`moegraft.adapters.dora.with_weights` has to change before it is stored.
     """
 
     factors: Mapping[str, SiteFactors]
     report: BindReport
+    magnitudes: tuple[str, ...] = ()
 
 
 @gc_paused()
@@ -109,7 +112,7 @@ def bind(
         total=len(source.tensors),
         bound=len(used),
         sites=tuple(
-            _site_report(site, factors[site.name], experts.get(site.name, {}))
+            _site_report(site, factors, experts.get(site.name, {}))
             for site in spec.sites
             if site.name in factors
         ),
@@ -117,7 +120,8 @@ def bind(
         skipped=tuple(sorted(skipped)),
         notes=tuple(notes),
     )
-    return BoundAdapter(factors, report)
+    magnitudes = tuple(s.name for s in spec.sites if vector_name(s.name, "dora") in factors)
+    return BoundAdapter(factors, report, magnitudes)
 
 
 def check_bound(report: BindReport, spec: ModelSpec) -> None:
@@ -214,8 +218,12 @@ def _why_left(source: AdapterSource, spec: ModelSpec, key: str) -> str:
     return spec.why_not(path)
 
 
-def _site_report(site: Site, factors: SiteFactors, experts: Mapping[str, int]) -> SiteReport:
+def _site_report(
+    site: Site, all_factors: Mapping[str, SiteFactors], experts: Mapping[str, int]
+) -> SiteReport:
     """Describe one site; ``experts``: projection -> experts with a factor, where not all have."""
+    factors = all_factors[site.name]
+    vectors = {k: all_factors.get(vector_name(site.name, k)) for k in VECTOR_KINDS}
     covered = site.num_experts
     if factors.expert_map is not None:
         covered = int((factors.expert_map >= 0).sum())
@@ -236,4 +244,8 @@ def _site_report(site: Site, factors: SiteFactors, experts: Mapping[str, int]) -
             num_bytes += factor.lora_A.numel() * factor.lora_A.element_size()
             seen.add(id(factor.lora_A))
         num_bytes += factor.lora_B.numel() * factor.lora_B.element_size()
-    return SiteReport(site.name, site.kind, site.num_experts, projections, num_bytes)
+    for vector in vectors.values():
+        if vector is not None:
+            num_bytes += vector.projections[LINEAR_PROJECTION].lora_B.nbytes
+    kinds = tuple(kind for kind, vector in vectors.items() if vector is not None)
+    return SiteReport(site.name, site.kind, site.num_experts, projections, num_bytes, kinds)

@@ -20,10 +20,10 @@ from moegraft.adapters.refit import refit
 from moegraft.adapters.report import BindReport
 from moegraft.adapters.spec import ModelSpec
 from moegraft.adapters.writers import WRITERS, ExpertNames, Pair, Writer, Written
-from moegraft.adapters.writers.base import for_all_experts, pair_keys
-from moegraft.adapters.writers.config import make_config
+from moegraft.adapters.writers.base import PREFIX, for_all_experts, pair_keys
+from moegraft.adapters.writers.config import VECTOR_LEAVES, check_for_peft, make_config
 from moegraft.errors import AdapterError
-from moegraft.sites import LINEAR_PROJECTION, Site
+from moegraft.sites import LINEAR_PROJECTION, Site, vector_name
 from moegraft.types import SiteFactors
 
 #: How far the delta that is read back may be from what was written, in fp64: only the order of
@@ -117,15 +117,18 @@ def convert(
         if site.name not in bound.factors:
             continue
         pairs = _pairs(site, bound.factors[site.name], writer, notes)
+        _check_vectors(site, pairs, bound, rank)
         if rank is not None:
             pairs = [_refitted(pair, rank, errors) for pair in pairs]
         expected[site.name] = pairs
         if site.kind == "experts":
             written += writer.write(site, pairs, names or ExpertNames())
         else:
-            written.append(_write_linear(site, pairs[0]))
+            written.append(_write_linear(site, pairs[0], bound))
     tensors = {key: tensor for place in written for key, tensor in place.tensors.items()}
     config = make_config(written, spec, source.config.raw, writer.peft_version)
+    if writer.peft_version:
+        check_for_peft(written, config)
     exact = not errors and not notes
     converted = Converted(tensors, config, to, exact, errors, bound.report, tuple(notes))
     _check(converted, spec, bound, expected if errors else {})
@@ -146,8 +149,21 @@ def _refitted(pair: Pair, rank: int, errors: dict[str, float]) -> Pair:
     return new
 
 
-def _write_linear(site: Site, pair: Pair) -> Written:
+def _check_vectors(site: Site, pairs: list[Pair], bound: BoundAdapter, rank: int | None) -> None:
+    if rank is not None and site.name in bound.magnitudes and pairs[0].rank > rank:
+        raise AdapterError(
+            f"{site.name} has DoRA: its magnitude was trained with the factors as they are, so "
+            "they can't be refitted to a smaller rank."
+        )
+
+
+def _write_linear(site: Site, pair: Pair, bound: BoundAdapter) -> Written:
     tensors = pair_keys(site.name, pair.lora_A[0], pair.lora_B[0])
+    for kind, leaf in VECTOR_LEAVES.items():
+        vector = bound.factors.get(vector_name(site.name, kind))
+        if vector is not None:
+            value = vector.projections[LINEAR_PROJECTION].lora_B[0, :, 0]
+            tensors[f"{PREFIX}{site.name}.{leaf}"] = value.clone()
     if site.kind == "router":  # a parameter of a module that is no linear
         return Written(f"{site.name}.weight", "parameter", pair.rank, pair.scale, tensors)
     return Written(site.name, "module", pair.rank, pair.scale, tensors)
@@ -159,7 +175,7 @@ def _check(
     """Read back what would be written: it must bind in full and mean the same."""
     again = bind(make_source(converted.tensors, converted.config, "the converted adapter"), spec)
     check_bound(again.report, spec)
-    for site in spec.sites:
+    for site in spec.table_sites:
         if site.name not in bound.factors:
             continue
         got = _applied(site, again.factors[site.name])

@@ -47,10 +47,10 @@ def estimate_bytes(bound: BoundAdapter, spec: ModelSpec, dtype: torch.dtype) -> 
         AdapterError: a factor does not fit its site.
     """
     kinds: dict[str, int] = {}
-    for site in spec.sites:
+    for site in spec.table_sites:
         if site.name in bound.factors:
             factors = {site.name: bound.factors[site.name]}
             num_bytes = packed_bytes(factors, TableLayout.of([site]), dtype)
             kinds[site.kind] = kinds.get(site.kind, 0) + num_bytes
-    row_bytes = TableLayout.of(spec.sites).row_words * 8
+    row_bytes = TableLayout.of(spec.table_sites).row_words * 8
     return MemoryEstimate(sum(kinds.values()), kinds, row_bytes, dtype)

@@ -79,12 +79,12 @@ def check_covers(name: str, old: BindReport, new: BindReport) -> None:
     Raises:
         AdapterError: a projection without a factor, or for fewer experts than before.
     """
-    after = {(s.site, p): r.experts for s in new.sites for p, r in s.projections.items()}
+    after = {(s.site, place): experts for s in new.sites for place, experts in s.places.items()}
     lost = [
-        f"{site.site} ({projection}: {after.get((site.site, projection), 0)} of {report.experts})"
+        f"{site.site} ({place}: {after.get((site.site, place), 0)} of {experts})"
         for site in old.sites
-        for projection, report in site.projections.items()
-        if after.get((site.site, projection), 0) < report.experts
+        for place, experts in site.places.items()
+        if after.get((site.site, place), 0) < experts
     ]
     if lost:
         raise AdapterError(

@@ -36,6 +36,7 @@ class SiteReport:
         num_experts: experts the site has.
         projections: name -> what was bound.
         num_bytes: bytes of the factors in the file's dtype, equal copies counted once.
+        vectors: ``lora_bias`` or ``dora`` where a linear has such a vector too.
     """
 
     site: str
@@ -43,6 +44,13 @@ class SiteReport:
     num_experts: int
     projections: Mapping[str, ProjectionReport]
     num_bytes: int
+    vectors: tuple[str, ...] = ()
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Projection -> experts that it covers, and vector -> 1."""
+        experts = {name: report.experts for name, report in self.projections.items()}
+        return {**experts, **dict.fromkeys(self.vectors, 1)}
 
 
 @dataclass(frozen=True)

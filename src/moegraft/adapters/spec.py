@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from moegraft.sites import Site
+from moegraft.sites import VECTOR_KINDS, Site, vector_site
 
 #: Path parts that mark other towers of a multimodal model; their keys never bind to text layers.
 OTHER_TOWERS = frozenset(
@@ -36,11 +36,19 @@ class ModelSpec:
         sites: every place an adapter can attach, in model order.
         refused: dotted path -> why an adapter can't attach there (output head, embeddings, ..).
         name: the model, for messages.
+        serves_vectors: True where the host serves biases of lora_B and DoRA on linears.
     """
 
     sites: tuple[Site, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
     name: str = "this model"
+    serves_vectors: bool = False
+
+    @cached_property
+    def table_sites(self) -> tuple[Site, ...]:
+        """``sites``, and the vector sites of linears: what a bank needs."""
+        linears = [s for s in self.sites if s.kind == "linear" and self.serves_vectors]
+        return (*self.sites, *(vector_site(s, kind) for s in linears for kind in VECTOR_KINDS))
 
     @cached_property
     def _by_path(self) -> dict[str, Site]:

@@ -11,8 +11,14 @@ import numpy as np
 
 from moegraft.adapters.spec import ModelSpec
 from moegraft.adapters.writers.base import Written
-from moegraft.errors import AdapterError
+from moegraft.errors import AdapterError, shorten
+from moegraft.sites import VectorKind
 
+#: Names of the vectors of linears in files.
+VECTOR_LEAVES: dict[VectorKind, str] = {
+    "lora_bias": "lora_B.bias",
+    "dora": "lora_magnitude_vector",
+}
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 
@@ -44,9 +50,34 @@ def make_config(
     }
     config["rank_pattern"] = _patterns(ranks, config["r"])
     config["alpha_pattern"] = _patterns(alphas, config["lora_alpha"])
+    leaves = {leaf for place in written for leaf in VECTOR_LEAVES.values() if _has(place, leaf)}
+    config["use_dora"] = VECTOR_LEAVES["dora"] in leaves
+    config["lora_bias"] = VECTOR_LEAVES["lora_bias"] in leaves
     if peft_version:
         config["peft_version"] = peft_version
     return config
+
+
+def check_for_peft(written: Sequence[Written], config: Mapping[str, Any]) -> None:
+    """Refuse vectors that PEFT itself can't load.
+
+    Raises:
+        AdapterError: DoRA on some linears but not on all, or vectors beside target_parameters.
+    """
+    if not config["use_dora"] and not config["lora_bias"]:
+        return
+    what = "DoRA" if config["use_dora"] else "biases of lora_B"
+    dora = VECTOR_LEAVES["dora"] if config["use_dora"] else ""
+    others = [p.name for p in written if p.kind == "parameter" or (dora and not _has(p, dora))]
+    if others:
+        raise AdapterError(
+            f"The adapter has {what} on some linears and none on {shorten(others)}, which PEFT "
+            "can't load from one file: convert to another layout, or split the adapter."
+        )
+
+
+def _has(place: Written, leaf: str) -> bool:
+    return any(key.endswith(f".{leaf}") for key in place.tensors)
 
 
 def _alpha(place: Written) -> int | float:

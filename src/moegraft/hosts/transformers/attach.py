@@ -17,12 +17,14 @@ from moegraft.hosts.transformers import experts as experts_host
 from moegraft.hosts.transformers.generate import Generation
 from moegraft.hosts.transformers.loading import Loading
 from moegraft.hosts.transformers.router import hook_router
+from moegraft.hosts.transformers.row_vectors import RowVectors
 from moegraft.hosts.transformers.sharding import model_shards
 from moegraft.hosts.transformers.siblings import install_linears
 from moegraft.hosts.transformers.spec import model_spec
 from moegraft.hosts.transformers.state import StepState
 from moegraft.layer import MoeLoraLayer
 from moegraft.linear import LinearLora
+from moegraft.sites import VECTOR_KINDS, vector_name
 
 _ATTACHED = "_moegraft_graft"
 #: Marks linears and routers that carry hooks of a graft.
@@ -60,10 +62,11 @@ class Graft(Loading, Generation):
         self._shards = model_shards(model, self.spec)
         self._local_spec = self.spec
         if self._shards is not None:
+            self.spec = replace(self.spec, serves_vectors=False)  # they are whole, not slices
             self._local_spec = replace(self.spec, sites=self._shards.local_sites)
         parameter = next(model.parameters())
         self.bank = AdapterBank(
-            self._local_spec.sites,
+            self._local_spec.table_sites,
             num_slots=max_adapters,
             max_rank=max_rank,
             dtype=parameter.dtype,
@@ -123,6 +126,7 @@ class Graft(Loading, Generation):
         layers: list[tuple[str, nn.Module, MoeLoraLayer]] = []
         linears: dict[str, LinearLora] = {}
         routers: dict[str, LinearLora] = {}
+        vectors: dict[str, RowVectors] = {}
         for site in self.spec.sites:
             module: Any = self.model.get_submodule(site.name)
             _check_free(site.name, module, self.bank.device)
@@ -134,9 +138,11 @@ class Graft(Loading, Generation):
             lora = LinearLora(table, module.weight.dtype, module.weight.device, backend)
             (routers if site.kind == "router" else linears)[site.name] = lora
             self._hooked[site.name] = module
+            if site.kind == "linear" and self.spec.serves_vectors:
+                vectors[site.name] = self._row_vectors(site.name, module, backend)
         if layers:
             self._use_experts(layers)
-        self._handles += install_linears(self.model, linears, self._state, fuse_linears)
+        self._handles += install_linears(self.model, linears, self._state, fuse_linears, vectors)
         for name, lora in routers.items():
             self._handles += hook_router(name, self._hooked[name], lora, self._state)
         for module in self._hooked.values():
@@ -146,6 +152,15 @@ class Graft(Loading, Generation):
         after = self._state.after_forward
         self._handles.append(self.model.register_forward_hook(after, always_call=True))
         self.model.__dict__[_ATTACHED] = self
+
+    def _row_vectors(self, name: str, module: Any, backend: str | None) -> RowVectors:
+        where = (module.weight.dtype, module.weight.device, backend)
+        tables = {k: self.bank.site_table(vector_name(name, k)) for k in VECTOR_KINDS}
+        return RowVectors(
+            module,
+            dora=LinearLora(tables["dora"], *where),
+            bias=LinearLora(tables["lora_bias"], *where),
+        )
 
     def _use_experts(self, layers: Sequence[tuple[str, nn.Module, MoeLoraLayer]]) -> None:
         experts_host.register()

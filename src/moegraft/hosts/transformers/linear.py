@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from moegraft.errors import MoegraftError
+from moegraft.hosts.transformers.row_vectors import RowVectors
 from moegraft.hosts.transformers.sharding import is_sharded, style_of
 from moegraft.hosts.transformers.state import StepState
 from moegraft.linear import LinearLora
@@ -30,8 +31,14 @@ class _StyledForward:
         self._module.__dict__["forward"] = self._forward
 
 
-def hook_linear(module: nn.Module, lora: LinearLora, state: StepState) -> list[Any]:
-    """Add ``lora``'s delta to every forward of a linear; rows without one keep their bits."""
+def hook_linear(
+    module: nn.Module, lora: LinearLora, state: StepState, vectors: RowVectors | None = None
+) -> list[Any]:
+    """Add ``lora``'s delta to every forward of a linear; rows without one keep their bits.
+
+    ``vectors`` come first: those of an adapter belong to its factors, so where there are none here
+    there are no vectors either.
+    """
     style = style_of(lora.table.site.name, module)
 
     def with_delta(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
@@ -44,6 +51,8 @@ def hook_linear(module: nn.Module, lora: LinearLora, state: StepState) -> list[A
                 "gradients: with adapters, use torch.no_grad()."
             )
         rows = output.reshape(-1, output.shape[-1])
+        if vectors is not None:
+            vectors.apply(rows, slots)
         lora.add_to(rows, x.reshape(-1, x.shape[-1]), slots)
         return rows.view(output.shape)
 

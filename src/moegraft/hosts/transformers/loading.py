@@ -28,6 +28,7 @@ from moegraft.adapters import (
     read_adapter,
 )
 from moegraft.adapters.bank import BankMemory
+from moegraft.adapters.dora import with_weights
 from moegraft.adapters.file_policy import FilePolicy
 from moegraft.adapters.info import ReadAs
 from moegraft.errors import AdapterError
@@ -37,6 +38,7 @@ from moegraft.parallel import RankShards
 class Loading:
     """The part of :class:`moegraft.hosts.transformers.attach.Graft` that holds adapters."""
 
+    model: Any
     spec: ModelSpec
     #: The same with this rank's sizes, and how to get there; None = the model is whole.
     _local_spec: ModelSpec
@@ -198,7 +200,7 @@ class Loading:
         bound = bind(source, self.spec, options)
         check_bound(bound.report, self.spec)
         if self._shards is None:
-            return bound
+            return with_weights(bound, lambda name: self.model.get_submodule(name).weight)
         return replace(bound, factors=self._shards.slice(bound.factors).factors)
 
     def _views(self, name: str, buffer: torch.Tensor, index: FlatIndex) -> dict[str, torch.Tensor]:

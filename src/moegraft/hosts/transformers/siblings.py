@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from moegraft.errors import MoegraftError
 from moegraft.hosts.transformers.linear import hook_linear
+from moegraft.hosts.transformers.row_vectors import RowVectors
 from moegraft.hosts.transformers.state import StepState
 from moegraft.linear import LinearLora, LinearLoraGroup
 from moegraft.types import TokenSlots
@@ -72,14 +73,20 @@ class SiblingGroup:
         modules: the linears.
         loras: their adapters.
         state: the slots of the running forward.
+        vectors: what their adapters have besides factors; None = nothing.
 
     Raises:
         MoegraftError: the adapters can't be grouped.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], loras: Sequence[LinearLora], state: StepState
+        self,
+        modules: Sequence[nn.Module],
+        loras: Sequence[LinearLora],
+        state: StepState,
+        vectors: Sequence[RowVectors] | None = None,
     ) -> None:
+        self._vectors = tuple(vectors or ())
         self._modules = tuple(modules)
         self._loras = tuple(loras)
         self._group = LinearLoraGroup(loras)
@@ -120,6 +127,8 @@ class SiblingGroup:
         """Compute all siblings' outputs; return one, keep the others."""
         outputs = [self._base(i, x) for i in range(len(self._loras))]
         rows = [output.reshape(-1, output.shape[-1]) for output in outputs]
+        for vectors, row in zip(self._vectors, rows, strict=False):
+            vectors.apply(row, slots)
         self._group.add_to(rows, x.reshape(-1, x.shape[-1]), slots)
         done: list[torch.Tensor | None] = [
             row.view(output.shape) for row, output in zip(rows, outputs, strict=True)
@@ -133,6 +142,8 @@ class SiblingGroup:
         output = self._base(index, x)
         rows = output.reshape(-1, output.shape[-1])
         if self._loras[index].has_delta(slots):
+            if self._vectors:
+                self._vectors[index].apply(rows, slots)
             self._loras[index].add_to(rows, x.reshape(-1, x.shape[-1]), slots)
         return rows.view(output.shape)
 
@@ -183,7 +194,11 @@ def _version(x: torch.Tensor) -> int:
 
 
 def install_linears(
-    model: nn.Module, linears: Mapping[str, LinearLora], state: StepState, fuse: bool
+    model: nn.Module,
+    linears: Mapping[str, LinearLora],
+    state: StepState,
+    fuse: bool,
+    vectors: Mapping[str, RowVectors] | None = None,
 ) -> list[Any]:
     """Serve adapters on linears.
 
@@ -192,6 +207,7 @@ def install_linears(
         linears: path -> adapters.
         state: the slots of the running forward.
         fuse: serve siblings in one launch.
+        vectors: path -> what its adapters have besides factors, of all linears; None = nothing.
 
     Returns:
         Handles; ``remove()`` of each takes everything off again.
@@ -202,7 +218,8 @@ def install_linears(
     groups: list[SiblingGroup] = []
     for paths in find_siblings(modules) if fuse else ():
         members = [modules[path] for path in paths]
-        groups.append(SiblingGroup(members, [linears[path] for path in paths], state))
+        theirs = [vectors[path] for path in paths] if vectors else None
+        groups.append(SiblingGroup(members, [linears[path] for path in paths], state, theirs))
         grouped.update(paths)
 
     def end_forward(module: nn.Module, args: Any, output: Any) -> None:
@@ -213,5 +230,5 @@ def install_linears(
         handles += [*groups, model.register_forward_hook(end_forward, always_call=True)]
     for path, lora in linears.items():
         if path not in grouped:
-            handles += hook_linear(modules[path], lora, state)
+            handles += hook_linear(modules[path], lora, state, (vectors or {}).get(path))
     return handles

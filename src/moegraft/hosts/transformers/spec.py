@@ -78,7 +78,7 @@ def model_spec(model: nn.Module) -> ModelSpec:
                 refused[path] = "it is an embedding; LoRA on embeddings is not served"
             continue
         sites.append(_with_aliases(site, aliases))
-    return ModelSpec(tuple(sites), refused, f"this {type(model).__name__}")
+    return ModelSpec(tuple(sites), refused, f"this {type(model).__name__}", serves_vectors=True)
 
 
 def _with_aliases(site: Site, aliases: tuple[str, ...]) -> Site:
