@@ -66,6 +66,31 @@ def test_other_tensors_that_are_not_served_are_named(
     assert ("another model" in str(caught.value)) == case.startswith("gpt_oss/experts")
 
 
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("lm_head", "it is the output head; LoRA on it is not served"),
+        ("model.lm_head", r"output head; .* \(the file calls it lm_head\)"),
+        ("model.unembed_tokens", r"output head; .* \(the file calls it unembed_tokens\)"),
+        ("model.embed_tokens", "it is an embedding; LoRA on embeddings is not served"),
+        ("transformer.wte", r"embedding; .* \(the file calls it wte\)"),
+        ("model.no_such", "has no such module"),
+    ],
+)
+def test_factors_of_head_and_embeddings_are_refused_under_all_their_names(
+    module: str, reason: str
+) -> None:
+    pair = {
+        f"{module}.lora_A.weight": torch.ones(3, 24),
+        f"{module}.lora_B.weight": torch.ones(64, 3),
+    }
+    source = make_source({**tiny.tensors_of(EXPERTS), **pair}, tiny.config_of(EXPERTS))
+    spec = tiny.spec_of("qwen3_moe")
+    with pytest.raises(AdapterError, match=reason) as caught:
+        check_bound(bind(source, spec).report, spec)
+    assert f"{module}.lora_A.weight" in str(caught.value)
+
+
 def test_a_dora_magnitude_is_left_out_with_its_factors_or_not_at_all() -> None:
     source = read_adapter(tiny.folder(DORA))
     spec = replace(tiny.spec_of("qwen3_moe"), serves_vectors=False)

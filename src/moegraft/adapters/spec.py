@@ -26,6 +26,11 @@ _WRAPPERS = frozenset(
 )
 #: Older or foreign names of a path part -> the name in transformers 5.
 _SYNONYMS = {"block_sparse_moe": "mlp"}
+#: Other programs' names of what no adapter attaches to -> the usual name.
+_OUTER_NAMES = {
+    **dict.fromkeys(("unembed_tokens", "output_layer", "embed_out", "lm_head"), "lm_head"),
+    **dict.fromkeys(("wte", "word_embeddings", "tok_embeddings", "embed_tokens"), "embed_tokens"),
+}
 
 
 @dataclass(frozen=True)
@@ -112,9 +117,12 @@ class ModelSpec:
 
     def why_not(self, path: str) -> str:
         """Say why nothing at ``path`` takes an adapter."""
+        last = path.rpartition(".")[2]
         for known, reason in self.refused.items():
             if path == known or _layer_suffix(path) == _layer_suffix(known):
                 return reason
+            if _OUTER_NAMES.get(last) == known.rpartition(".")[2]:
+                return f"{reason} (the file calls it {last})"
         if is_other_tower(path):
             return "it belongs to another tower (vision or audio), which is not served"
         return f"{self.name} has no such module"
