@@ -6,7 +6,9 @@ import logging
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.platforms import current_platform
 
 from moegraft.hosts.vllm.formulas import Formula, formula
 
@@ -46,13 +48,34 @@ def experts_formula(wrapper: Any, lora_config: Any) -> Formula | str:
     return found
 
 
+def reason_against_linear(wrapper: Any, lora_config: Any) -> str | None:
+    """Return why a linear's deltas are left to vLLM; None when they are not.
+
+    Args:
+        wrapper: vLLM's LoRA wrapper of the linear, with its slot tensors.
+        lora_config: vLLM's.
+    """
+    if envs.VLLM_LORA_ENABLE_DUAL_STREAM:
+        return "VLLM_LORA_ENABLE_DUAL_STREAM has a path of its own"
+    if lora_config.fully_sharded_loras and wrapper.tp_size > 1:
+        return "fully_sharded_loras splits ranks over GPUs"
+    if lora_config.lora_dtype not in _DTYPES:
+        return f"adapters are kept as {lora_config.lora_dtype}"
+    if not wrapper.lora_a_stacked or not current_platform.can_update_inplace():
+        return "vLLM does not add their deltas in place"
+    return None
+
+
 _said: set[str] = set()
 
 
-def say_why_not(layer: str, reason: str) -> None:
+def say_why_not(layer: str, reason: str, what: str = "experts") -> None:
     """Log one line per reason, naming the first layer that has it."""
     if reason not in _said:
         _said.add(reason)
         logger.warning(
-            "moegraft leaves experts to vLLM, at %s and wherever this holds too: %s.", layer, reason
+            "moegraft leaves %s to vLLM, at %s and wherever this holds too: %s.",
+            what,
+            layer,
+            reason,
         )

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from moegraft.types import TokenSlots
 
@@ -35,12 +36,19 @@ class StepSlots:
         super().update_metadata(*args, **kwargs)  # type: ignore[misc]
 
     def moegraft_slots(self, num_tokens: int) -> TokenSlots | None:
-        """Return the slots of the first ``num_tokens`` rows; None when no row has an adapter."""
+        """Return the slots of the first ``num_tokens`` rows; None when no row has an adapter.
+
+        Layers share what is derived from them. On a GPU only within one forward pass: what one
+        derives during a capture becomes part of that graph.
+        """
         meta = getattr(self, "token_mapping_meta", None)
         if meta is not None:
             if bool(meta.no_lora_flag_cpu[0]):
                 return None
-            return TokenSlots.captured(meta.token_lora_mapping[:num_tokens])
+            known = _of_this_forward(self)
+            if num_tokens not in known:
+                known[num_tokens] = TokenSlots.captured(meta.token_lora_mapping[:num_tokens])
+            return known[num_tokens]
         slots = self._moegraft_slots.get(num_tokens)
         if slots is None:
             indices = self._token_lora_indices[:num_tokens]  # type: ignore[attr-defined]
@@ -53,6 +61,16 @@ class StepSlots:
         meta = getattr(self, "token_mapping_meta", None)
         if meta is not None:
             meta.token_lora_mapping.fill_(-1)
+
+
+def _of_this_forward(wrapper: StepSlots) -> dict[int, TokenSlots]:
+    """Return what this forward pass has made for a wrapper: number of tokens -> slots."""
+    if not is_forward_context_available():
+        return {}
+    kept: dict[int, dict[int, TokenSlots]] = vars(get_forward_context()).setdefault(
+        "moegraft_slots", {}
+    )
+    return kept.setdefault(id(wrapper), {})
 
 
 def expert_slots(context: Any, num_tokens: int) -> TokenSlots | None:
