@@ -53,14 +53,29 @@ class ReadAs:
 
     @staticmethod
     def of(config: Mapping[str, Any], options: ReadOptions | None) -> ReadAs:
-        """Keep a copy, so that a later change of the caller's config is not ours."""
-        return ReadAs(copy.deepcopy(dict(config)), options)
+        """Keep a copy, so that a later change of the caller's config is not ours.
+
+        Raises:
+            AdapterError: it holds something that can't be copied, as no JSON does.
+        """
+        try:
+            return ReadAs(copy.deepcopy(dict(config)), options)
+        except Exception as error:
+            raise AdapterError(f"The config holds what is no JSON: {error}.") from error
 
 
 def check_name(name: str) -> None:
     """Names are labels, never paths; keep them printable and short."""
     if not isinstance(name, str) or not name or len(name) > 256 or not name.isprintable():
         raise AdapterError(f"{name!r} is not an adapter name: 1 to 256 printable characters.")
+
+
+def name_is_taken(name: str, version: int) -> AdapterError:
+    """Return the error for a load that may not replace."""
+    return AdapterError(
+        f"There is an adapter {name!r} already (version {version}): unload() it, choose another "
+        "name, or load with replace=True."
+    )
 
 
 def check_overflow(name: str, packed: PackedAdapter) -> None:

@@ -18,6 +18,7 @@ from moegraft.adapters.info import (
     check_covers,
     check_name,
     check_overflow,
+    name_is_taken,
 )
 from moegraft.adapters.residency import Entry, Residency
 from moegraft.errors import AdapterError, shorten, shown
@@ -48,6 +49,7 @@ class AdapterStore:
         bound: BoundAdapter,
         read_as: ReadAs | None = None,
         memory: torch.Tensor | None = None,
+        replace: bool = True,
     ) -> AdapterInfo:
         """Store an adapter; an existing one of that name is replaced by a new version.
 
@@ -59,15 +61,19 @@ class AdapterStore:
             read_as: how they were read, for updates.
             memory: uint8 buffer that the factors are views of, given away: where it holds nothing
                 else it becomes the stored adapter, and ``bound`` is of no use afterwards.
+            replace: False = a name that is taken is an error, also when another thread takes it
+                meanwhile.
 
         Raises:
-            AdapterError: a bad name, a rank over the bank's maximum, or values that the model's
-                dtype can't hold. Nothing has changed then.
+            AdapterError: a bad name, a rank over the bank's maximum, values that the model's dtype
+                can't hold, or a name that is taken. Nothing has changed then.
         """
         check_name(name)
         entry = self._new_entry(name, bound, read_as, memory)
         with self._lock:
             old = self._entries.get(name)
+            if old is not None and not replace:
+                raise name_is_taken(name, old.version)
             if old is not None:
                 entry.pinned = old.pinned
                 self._residency.retire(old)

@@ -31,7 +31,7 @@ from moegraft.adapters.bank import BankMemory
 from moegraft.adapters.dora import with_weights
 from moegraft.adapters.file_policy import FilePolicy
 from moegraft.adapters.info import ReadAs
-from moegraft.errors import AdapterError
+from moegraft.errors import AdapterError, shown
 from moegraft.parallel import RankShards
 
 
@@ -48,7 +48,14 @@ class Loading:
     #: Where adapter files may lie, and limits for what they claim.
     _file_policy: FilePolicy
 
-    def load(self, name: str, path: str | Path, options: ReadOptions | None = None) -> AdapterInfo:
+    def load(
+        self,
+        name: str,
+        path: str | Path,
+        options: ReadOptions | None = None,
+        *,
+        replace: bool = True,
+    ) -> AdapterInfo:
         """Read an adapter folder and make it available under a name.
 
         A second load under the same name replaces the first by a new version; batches that are
@@ -59,14 +66,15 @@ class Loading:
             path: a PEFT adapter folder (``adapter_model.safetensors`` + ``adapter_config.json``),
                 within the root of the graft's file policy.
             options: the caller's say where the file leaves room for doubt.
+            replace: False = a name that is taken is an error; of two that load it at once, one
+                gets it.
 
         Raises:
-            AdapterError: it can't be read, bound in full, or is over the bank's limits. Nothing
-                has changed then.
+            AdapterError: it can't be read, bound in full, or is over the bank's limits; or the
+                name is taken. Nothing has changed then.
         """
-        return self._add(
-            name, read_adapter(path, self._file_policy, pin_memory=self.bank.pins), options
-        )
+        source = read_adapter(path, self._file_policy, pin_memory=self.bank.pins)
+        return self._add(name, source, options, replace)
 
     def load_tensors(
         self,
@@ -74,9 +82,12 @@ class Loading:
         tensors: Mapping[str, torch.Tensor],
         config: Mapping[str, Any],
         options: ReadOptions | None = None,
+        *,
+        replace: bool = True,
     ) -> AdapterInfo:
         """Like :meth:`load`, from live tensors and the JSON of an adapter_config."""
-        return self._add(name, make_source(tensors, config, f"tensors for {name!r}"), options)
+        source = make_source(tensors, config, f"tensors for {shown(name)}")
+        return self._add(name, source, options, replace)
 
     def load_flat(
         self,
@@ -85,6 +96,8 @@ class Loading:
         index: FlatIndex,
         config: Mapping[str, Any],
         options: ReadOptions | None = None,
+        *,
+        replace: bool = True,
     ) -> AdapterInfo:
         """Like :meth:`load_tensors`, from one buffer that holds all tensors.
 
@@ -96,8 +109,10 @@ class Loading:
                 :func:`moegraft.adapters.flat.flat_tensors`.
             config: the JSON of an adapter_config.
             options: the caller's say where names and shapes leave room for doubt.
+            replace: as for :meth:`load`.
         """
-        return self.load_tensors(name, self._views(name, buffer, index), config, options)
+        tensors = self._views(name, buffer, index)
+        return self.load_tensors(name, tensors, config, options, replace=replace)
 
     def update(
         self,
@@ -134,7 +149,7 @@ class Loading:
             config = before.config
         if options is None and before is not None:
             options = before.options
-        source = make_source(tensors, config, f"update of {name!r}")
+        source = make_source(tensors, config, f"update of {shown(name)}")
         return self.store.update(name, self._bound(source, options), ReadAs.of(config, options))
 
     def update_flat(
@@ -190,9 +205,12 @@ class Loading:
         """All loaded adapters."""
         return self.store.infos()
 
-    def _add(self, name: str, source: AdapterSource, options: ReadOptions | None) -> AdapterInfo:
+    def _add(
+        self, name: str, source: AdapterSource, options: ReadOptions | None, replace: bool
+    ) -> AdapterInfo:
         read_as = ReadAs.of(source.config.raw, options)
-        return self.store.add(name, self._bound(source, options), read_as, source.memory)
+        bound = self._bound(source, options)
+        return self.store.add(name, bound, read_as, source.memory, replace)
 
     def _bound(self, source: AdapterSource, options: ReadOptions | None) -> BoundAdapter:
         """Bind a source in full, to the whole model; its factors are those of this rank."""
@@ -204,7 +222,7 @@ class Loading:
         return replace(bound, factors=self._shards.slice(bound.factors).factors)
 
     def _views(self, name: str, buffer: torch.Tensor, index: FlatIndex) -> dict[str, torch.Tensor]:
-        return flat_tensors(buffer, index, self.bank.device, f"the flat buffer for {name!r}")
+        return flat_tensors(buffer, index, self.bank.device, f"the flat buffer for {shown(name)}")
 
     def _check_attached(self) -> None:
         raise NotImplementedError
