@@ -290,6 +290,7 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(1)  # destroying the group would wait for the other rank
     say("all results are right" + ("" if holds else "; RETENTION IS NOT WITHIN 2 POINTS"))
+    dist.barrier()
     dist.destroy_process_group()
 
 
