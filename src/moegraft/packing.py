@@ -103,6 +103,7 @@ def pack_adapter(
     dtype: torch.dtype,
     pin_memory: bool = False,
     memory: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
 ) -> PackedAdapter:
     """Lay an adapter's factors out as the arena holds them.
 
@@ -114,6 +115,7 @@ def pack_adapter(
         memory: uint8 buffer that the factors are views of and that nobody needs afterwards. Where
             they fill it site by site they are put in order inside of it, and it becomes ``data``:
             a large adapter is then never in memory twice.
+        device: where ``data`` is made; on a GPU by work that is queued on the current stream.
     """
     plan = plan_adapter(factors, layout, dtype)
     if memory is not None and memory.is_pinned() == pin_memory:
@@ -121,9 +123,16 @@ def pack_adapter(
         if begins is not None:
             plan = plan_adapter(factors, layout, dtype, begins)
             return plan.packed(reorder(plan, memory.view(dtype)))
-    data = torch.empty(plan.elements, dtype=dtype, pin_memory=pin_memory)
+    pins = pin_memory and torch.device(device).type == "cpu"
+    data = torch.empty(plan.elements, dtype=dtype, device=device, pin_memory=pins)
     plan.fill(data)
     return plan.packed(data)
+
+
+def on_gpu(factors: Mapping[str, SiteFactors]) -> bool:
+    """True when there are factors, and all are on a GPU."""
+    found = [f for site in factors.values() for f in site.projections.values()]
+    return bool(found) and all(f.lora_A.is_cuda and f.lora_B.is_cuda for f in found)
 
 
 def own_spans(plan: PackPlan, memory: torch.Tensor, dtype: torch.dtype) -> dict[str, int] | None:

@@ -7,12 +7,16 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from moegraft.errors import AdapterError
+from moegraft.factors import PackedAdapter
 
 
 def check_finite(
     tensors: Mapping[str, torch.Tensor], origin: str, memory: Iterable[torch.Tensor] = ()
 ) -> None:
-    """Refuse NaN and infinity.
+    """Refuse NaN and infinity in the host's memory.
+
+    Tensors on a GPU are not looked at, one by one that would take longer than to load them:
+    :func:`check_packed` does, once they are packed.
 
     Args:
         tensors: name -> tensor, fp32/bf16/fp16.
@@ -27,11 +31,28 @@ def check_finite(
     if buffers and all(map(is_finite, buffers)):
         return
     for key, tensor in tensors.items():
-        if not is_finite(tensor):
+        if tensor.device.type == "cpu" and not is_finite(tensor):
             count = int((~torch.isfinite(tensor)).sum())
             raise AdapterError(
                 f"{origin}: {key} holds {count} NaN or infinite values of {tensor.numel()}; the "
                 "adapter is damaged (did its training diverge?) and is refused."
+            )
+
+
+def check_packed(name: str, packed: PackedAdapter) -> None:
+    """Refuse NaN and infinity in a packed adapter; the host waits for a GPU that holds it.
+
+    Raises:
+        AdapterError: names the first site that holds such a value, and says how many.
+    """
+    if is_finite(packed.data):
+        return
+    for site, (begin, end) in packed.spans.items():
+        count = int((~torch.isfinite(packed.data[begin:end])).sum())
+        if count:
+            raise AdapterError(
+                f"Adapter {name!r} holds {count} NaN or infinite values of {end - begin} at "
+                f"{site}; it is damaged (did its training diverge?) and is refused."
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -42,9 +43,10 @@ class LayerCopies:
             region.copy_(packed.data)
             return
         with self._lock, torch.cuda.device(self._device):
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
-            stream = self._stream
+            stream = self._own_stream()
+            if packed.data.is_cuda:
+                stream.wait_stream(torch.cuda.current_stream())  # which fills the data
+                packed.data.record_stream(stream)
             self._order.before_write(stream)
             with torch.cuda.stream(stream):
                 for begin, end, sites in _chunks(packed):
@@ -55,6 +57,26 @@ class LayerCopies:
                 done = torch.cuda.Event()
                 done.record(stream)
                 self._last = (1 if self._last is None else self._last[0] + 1, done)
+
+    def to_host(self, packed: PackedAdapter) -> PackedAdapter:
+        """Return an adapter that is on the GPU as one in page-locked memory.
+
+        It is on its way there when this returns: :meth:`start` may be given it at once, whoever
+        reads it on the host must wait for the GPU.
+        """
+        host = torch.empty_like(packed.data, device="cpu", pin_memory=True)
+        with self._lock, torch.cuda.device(self._device):
+            stream = self._own_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                host.copy_(packed.data, non_blocking=True)
+            packed.data.record_stream(stream)
+        return replace(packed, data=host)
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        return self._stream
 
     def wait_for(self, site: str) -> None:
         """Let the current stream wait for the newest copy of one site's factors.

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from moegraft.adapters.bank import AdapterBank
-from moegraft.adapters.info import ReadAs
+from moegraft.adapters.info import AdapterInfo, ReadAs
 from moegraft.adapters.report import BindReport
 from moegraft.errors import AdapterError
 from moegraft.factors import PackedAdapter
@@ -19,6 +19,8 @@ class Entry:
     Attributes:
         name, version, checksum, packed, report: what was loaded; never changed.
         read_as: how it was read, None when that is not known.
+        on_device: the same as ``packed`` on the GPU, where an update brought it; it goes once the
+            update is done.
         slot: the bank slot that holds it, None = on the host only.
         pinned: True when it may not be evicted.
         users: running batches that hold it.
@@ -33,11 +35,24 @@ class Entry:
     packed: PackedAdapter
     report: BindReport
     read_as: ReadAs | None = None
+    on_device: PackedAdapter | None = None
     slot: int | None = None
     pinned: bool = False
     users: int = 0
     last_use: int = 0
     retired: bool = False
+
+    def info(self) -> AdapterInfo:
+        """Return what a caller may know of it now."""
+        return AdapterInfo(
+            name=self.name,
+            version=self.version,
+            checksum=self.checksum,
+            report=self.report,
+            slot=self.slot,
+            num_bytes=self.packed.num_bytes,
+            pinned=self.pinned,
+        )
 
 
 class Residency:
@@ -104,7 +119,7 @@ class Residency:
         if not self._bank.has_room(new.packed):
             for entry in self._room_for(new, [old, *self._evictable([old])]):
                 self._vacate(entry)
-        self._bank.write(slot, new.name, new.packed, wait=False)
+        self._bank.write(slot, new.name, new.on_device or new.packed, wait=False)
         old.slot, new.slot = None, slot
         self._slots[slot] = new
 

@@ -12,6 +12,7 @@ import torch
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.bind import BoundAdapter
 from moegraft.adapters.checksum import checksum_of
+from moegraft.adapters.finite import check_packed
 from moegraft.adapters.info import (
     AdapterInfo,
     ReadAs,
@@ -20,13 +21,17 @@ from moegraft.adapters.info import (
     check_overflow,
     name_is_taken,
 )
+from moegraft.adapters.name_locks import NameLocks
 from moegraft.adapters.residency import Entry, Residency
 from moegraft.errors import AdapterError, shorten, shown
-from moegraft.packing import pack_adapter
+from moegraft.packing import on_gpu, pack_adapter
 
 
 class AdapterStore:
     """Named adapters over one bank. Safe to use from several threads.
+
+    Loads and updates of different names are prepared side by side, those of one name one after the
+    other; the bank changes under one lock, which is held for the copies into a slot at most.
 
     Adapters stay on the host until removed; the bank holds the most recently used ones. A slot
     that a running batch uses is never reassigned: removing or replacing such an adapter takes its
@@ -39,6 +44,7 @@ class AdapterStore:
     def __init__(self, bank: AdapterBank) -> None:
         self._bank = bank
         self._lock = threading.RLock()
+        self._names = NameLocks()
         self._entries: dict[str, Entry] = {}
         self._residency = Residency(bank)
         self._versions = itertools.count(1)
@@ -69,17 +75,16 @@ class AdapterStore:
                 can't hold, or a name that is taken. Nothing has changed then.
         """
         check_name(name)
-        entry = self._new_entry(name, bound, read_as, memory)
-        with self._lock:
-            old = self._entries.get(name)
-            if old is not None and not replace:
-                raise name_is_taken(name, old.version)
-            if old is not None:
-                entry.pinned = old.pinned
-                self._residency.retire(old)
-            entry.version = next(self._versions)
-            self._entries[name] = entry
-            return self._info(entry)
+        with self._names.hold(name):
+            entry = self._new_entry(name, bound, read_as, memory)
+            with self._lock:
+                old = self._entries.get(name)
+                if old is not None and not replace:
+                    raise name_is_taken(name, old.version)
+                if old is not None:
+                    entry.pinned = old.pinned
+                    self._residency.retire(old)
+                return self._put(entry)
 
     def update(self, name: str, bound: BoundAdapter, read_as: ReadAs | None = None) -> AdapterInfo:
         """Replace a stored adapter's values, for all layers at once and where it is.
@@ -106,24 +111,23 @@ class AdapterStore:
                 bank's maximum, values that the model's dtype can't hold, or an arena that has no
                 room for it. Nothing has changed then.
         """
-        with self._lock:
-            self._entry(name)
-        entry = self._new_entry(name, bound, read_as)
-        with self._lock:
-            old = self._entry(name)
-            check_covers(name, old.report, entry.report)
-            entry.read_as = read_as or old.read_as
-            entry.pinned, entry.last_use = old.pinned, old.last_use
-            if old.slot is not None and not old.users:
-                self._residency.replace(old, entry)
-            self._residency.retire(old)
-            entry.version = next(self._versions)
-            self._entries[name] = entry
-            return self._info(entry)
+        with self._names.hold(name):
+            self.info(name)
+            entry = self._new_entry(name, bound, read_as)
+            with self._lock:
+                old = self._entry(name)
+                check_covers(name, old.report, entry.report)
+                entry.read_as = read_as or old.read_as
+                entry.pinned, entry.last_use = old.pinned, old.last_use
+                if old.slot is not None and not old.users:
+                    self._residency.replace(old, entry)
+                self._residency.retire(old)
+                return self._put(entry)
 
     def remove(self, name: str) -> None:
         """Forget an adapter: its name at once, its memory when no running batch uses it."""
-        with self._lock:
+        check_name(name)
+        with self._names.hold(name), self._lock:
             self._residency.retire(self._entry(name))
             del self._entries[name]
 
@@ -225,7 +229,7 @@ class AdapterStore:
     def info(self, name: str) -> AdapterInfo:
         """Return what is known of an adapter; AdapterError for an unknown name."""
         with self._lock:
-            return self._info(self._entry(name))
+            return self._entry(name).info()
 
     def read_as(self, name: str) -> ReadAs | None:
         """Return how an adapter was read, None if unknown; AdapterError for an unknown name."""
@@ -235,7 +239,7 @@ class AdapterStore:
     def infos(self) -> tuple[AdapterInfo, ...]:
         """Return all stored adapters, in the order of their names."""
         with self._lock:
-            return tuple(self._info(self._entries[name]) for name in sorted(self._entries))
+            return tuple(self._entries[name].info() for name in sorted(self._entries))
 
     def __contains__(self, name: object) -> bool:
         with self._lock:
@@ -264,12 +268,24 @@ class AdapterStore:
         memory: torch.Tensor | None = None,
     ) -> Entry:
         """Pack and check an adapter; it gets its version when it takes the name."""
-        self._bank.check_rank(name, bound.report.max_rank)
         bank = self._bank
-        packed = pack_adapter(bound.factors, bank.layout, bank.dtype, bank.pins, memory)
-        self._bank.check_fits(name, packed)
+        bank.check_rank(name, bound.report.max_rank)
+        device = bank.device if bank.pins and on_gpu(bound.factors) else "cpu"
+        packed = pack_adapter(bound.factors, bank.layout, bank.dtype, bank.pins, memory, device)
+        bank.check_fits(name, packed)
         check_overflow(name, packed)
-        return Entry(name, 0, checksum_of(packed, self._bank.layout), packed, bound.report, read_as)
+        entry = Entry(name, 0, checksum_of(packed, bank.layout), packed, bound.report, read_as)
+        if packed.data.is_cuda:
+            check_packed(name, packed)
+            entry.packed, entry.on_device = bank.copies.to_host(packed), packed
+        return entry
+
+    def _put(self, entry: Entry) -> AdapterInfo:
+        """Let an entry be the one of its name, under a new version."""
+        entry.on_device = None
+        entry.version = next(self._versions)
+        self._entries[entry.name] = entry
+        return entry.info()
 
     def _entry(self, name: str) -> Entry:
         if not isinstance(name, str) or name not in self._entries:
@@ -278,14 +294,3 @@ class AdapterStore:
                 f"There is no adapter {shown(name)}; loaded: {known}. (None is the base model.)"
             )
         return self._entries[name]
-
-    def _info(self, entry: Entry) -> AdapterInfo:
-        return AdapterInfo(
-            name=entry.name,
-            version=entry.version,
-            checksum=entry.checksum,
-            report=entry.report,
-            slot=entry.slot,
-            num_bytes=entry.packed.num_bytes,
-            pinned=entry.pinned,
-        )
