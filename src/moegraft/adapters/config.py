@@ -25,6 +25,8 @@ _REFUSED_FIELDS = {
 }
 #: Initialisations that change the base weights too: the factors are a delta to those, not to ours.
 _INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+#: Where a converted file says so: PEFT passes this field over, and warns of names it doesn't know.
+CONVERTED_BY = "converted_by"
 #: Scales are kept as fp32.
 _LARGEST_SCALE = 3.4028234663852886e38
 
@@ -118,7 +120,16 @@ class AdapterConfig:
     @property
     def producer(self) -> str:
         """Who wrote the file, as far as the config tells."""
-        return f"PEFT {self.peft_version}" if self.peft_version else "unknown"
+        peft = f"PEFT {self.peft_version}" if self.peft_version else ""
+        mapping = self.raw.get("auto_mapping")
+        marks = mapping if isinstance(mapping, Mapping) else {}
+        if isinstance(marks.get(CONVERTED_BY), str):
+            return str(marks[CONVERTED_BY])
+        if marks.get("unsloth_fixed") or "lora_B_layout" in self.raw:
+            return f"Unsloth, with {peft}" if peft else "Unsloth"
+        if "veomni_lora" in self.raw:
+            return "VeOmni"
+        return peft or "unknown (PEFT before 0.18, or another program)"
 
 
 def _check_init(init: object) -> None:

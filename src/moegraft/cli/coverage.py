@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moegraft.adapters import BindReport
-from moegraft.adapters.report import ProjectionReport
+from moegraft.adapters.report import ProjectionReport, SiteReport
 from moegraft.adapters.spec import ModelSpec
 
 
@@ -24,6 +24,7 @@ class Coverage:
         total_experts: experts per site; 1 for linears.
         ranks, scales: distinct values, ascending.
         shared: which factors serve all experts: "", "A", "B" or "A and B".
+        vectors: what linears have besides factors: "", "dora" or "lora_bias", or both.
     """
 
     place: str
@@ -34,6 +35,7 @@ class Coverage:
     ranks: tuple[int, ...]
     scales: tuple[float, ...]
     shared: str
+    vectors: str
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready data."""
@@ -56,7 +58,7 @@ class Coverage:
 def coverage(report: BindReport, spec: ModelSpec) -> list[Coverage]:
     """Return the coverage of every projection that has a delta somewhere, in model order."""
     totals: dict[str, int] = {}
-    found: dict[tuple[str, str], list[tuple[ProjectionReport, int]]] = {}
+    found: dict[tuple[str, str], list[tuple[ProjectionReport, SiteReport]]] = {}
     for site in spec.sites:
         place = _general(site.name)
         totals[place] = totals.get(place, 0) + 1
@@ -65,7 +67,7 @@ def coverage(report: BindReport, spec: ModelSpec) -> list[Coverage]:
     routers = {_general(site.name) for site in spec.sites if site.kind == "router"}
     for bound in report.sites:
         for name, reported in bound.projections.items():
-            found[_general(bound.site), name].append((reported, bound.num_experts))
+            found[_general(bound.site), name].append((reported, bound))
     return [
         _cover(place, "router" if place in routers else name, entries, totals)
         for (place, name), entries in found.items()
@@ -76,7 +78,7 @@ def coverage(report: BindReport, spec: ModelSpec) -> list[Coverage]:
 def _cover(
     place: str,
     name: str,
-    entries: list[tuple[ProjectionReport, int]],
+    entries: list[tuple[ProjectionReport, SiteReport]],
     totals: Mapping[str, int],
 ) -> Coverage:
     projections = [projection for projection, _ in entries]
@@ -92,10 +94,11 @@ def _cover(
         layers=len(entries),
         total_layers=totals[place],
         experts=(min(counts), max(counts)),
-        total_experts=max(total for _, total in entries),
+        total_experts=max(site.num_experts for _, site in entries),
         ranks=tuple(sorted({p.rank for p in projections})),
         scales=tuple(sorted({round(p.scale, 6) for p in projections})),
         shared=" and ".join(shared),
+        vectors=" and ".join(sorted({kind for _, site in entries for kind in site.vectors})),
     )
 
 

@@ -151,6 +151,7 @@ def _render_binding(console: Console, binding: dict[str, Any]) -> None:
         table = _table("bound place", "layers", "experts", "rank", "scale")
         for cover in binding["coverage"]:
             shared = f" (shared {cover['shared']})" if cover["shared"] else ""
+            shared += f" + {cover['vectors']}" if cover["vectors"] else ""
             table.add_row(
                 cover["place"].removeprefix("model."),
                 cover["layers_text"],
@@ -239,5 +240,5 @@ def _value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value))
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {number:g}" for name, number in value.items())
+        return ", ".join(f"{name}: {_value(inner)}" for name, inner in value.items())
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from moegraft._version import __version__
+from moegraft.adapters.config import CONVERTED_BY
 from moegraft.adapters.spec import ModelSpec
 from moegraft.adapters.writers.base import Written
 from moegraft.errors import AdapterError, shorten
@@ -40,6 +42,7 @@ def make_config(
         "peft_type": "LORA",
         "task_type": old.get("task_type") or "CAUSAL_LM",
         "base_model_name_or_path": old.get("base_model_name_or_path"),
+        "auto_mapping": {CONVERTED_BY: f"moegraft {__version__}"},
         "inference_mode": True,
         "bias": "none",
         "lora_dropout": 0.0,
