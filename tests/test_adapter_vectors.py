@@ -236,6 +236,12 @@ def test_a_weight_without_length_can_not_have_a_magnitude() -> None:
     assert graft.adapters == ()
 
 
+def test_magnitudes_are_not_stored_without_the_weights_that_they_need() -> None:
+    graft = new_graft(QWEN)
+    with pytest.raises(AdapterError, match=r"'d' has DoRA on .*q_proj.* with_weights\(\) first"):
+        graft.store.add("d", tiny.bound_case(DORA))
+
+
 def test_a_bias_may_be_left_out_by_name() -> None:
     graft = new_graft(QWEN)
     report = graft.load("b", tiny.folder(BIAS), ReadOptions(skip=(r"lora_B\.bias",))).report

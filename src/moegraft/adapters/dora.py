@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from moegraft.adapters.bind import BoundAdapter
-from moegraft.errors import AdapterError
+from moegraft.errors import AdapterError, shorten
 from moegraft.sites import LINEAR_PROJECTION, vector_name
 from moegraft.types import LoraFactor, SiteFactors
 
@@ -62,6 +62,15 @@ def with_weights(bound: BoundAdapter, weight_of: Callable[[str], torch.Tensor]) 
         one = torch.ones(1, 1, 1)
         factors[vector_name(name, "dora")] = _linear(LoraFactor(one, shift, 1.0))
     return replace(bound, factors=factors, magnitudes=()) if bound.magnitudes else bound
+
+
+def check_resolved(name: str, bound: BoundAdapter) -> None:
+    """Refuse to store an adapter whose magnitudes are still those of its file."""
+    if bound.magnitudes:
+        raise AdapterError(
+            f"Adapter {name!r} has DoRA on {shorten(list(bound.magnitudes))}, which needs the base "
+            "weights: pass it through moegraft.adapters.dora.with_weights() first."
+        )
 
 
 def _linear(factor: LoraFactor) -> SiteFactors:

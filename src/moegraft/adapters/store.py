@@ -12,6 +12,7 @@ import torch
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.bind import BoundAdapter
 from moegraft.adapters.checksum import checksum_of
+from moegraft.adapters.dora import check_resolved
 from moegraft.adapters.finite import check_packed
 from moegraft.adapters.info import (
     AdapterInfo,
@@ -269,6 +270,7 @@ class AdapterStore:
     ) -> Entry:
         """Pack and check an adapter; it gets its version when it takes the name."""
         bank = self._bank
+        check_resolved(name, bound)
         bank.check_rank(name, bound.report.max_rank)
         device = bank.device if bank.pins and on_gpu(bound.factors) else "cpu"
         packed = pack_adapter(bound.factors, bank.layout, bank.dtype, bank.pins, memory, device)
