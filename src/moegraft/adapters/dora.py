@@ -55,12 +55,13 @@ def with_weights(bound: BoundAdapter, weight_of: Callable[[str], torch.Tensor]) 
         weight = weight_of(name).detach().float()
         a, b = (t[0].to(weight) for t in (linear.lora_A, linear.lora_B))
         merged = weight + linear.scale * (b @ a)
-        scales = row_scales(merged, vector.lora_B[0, :, 0], name).cpu()
+        scales = row_scales(merged, vector.lora_B[0, :, 0], name).to(linear.lora_B.device)
         lora_b = scales[:, None] * linear.lora_B.float()
         factors[name] = _linear(replace(linear, lora_B=lora_b))
         shift = (scales - 1).reshape(1, -1, 1)
-        one = torch.ones(1, 1, 1)
-        factors[vector_name(name, "dora")] = _linear(LoraFactor(one, shift, 1.0))
+        factors[vector_name(name, "dora")] = _linear(
+            LoraFactor(shift.new_ones(1, 1, 1), shift, 1.0)
+        )
     return replace(bound, factors=factors, magnitudes=()) if bound.magnitudes else bound
 
 
