@@ -139,5 +139,5 @@ def run_mode(call: LayerCall, mode: Mode, config: FusedConfig) -> torch.Tensor:
     if mode in ("two_stream", "serial"):
         return run_unfused(call, config, two_stream=mode == "two_stream")
     if mode == "fused_serial":
-        return run_layer(call, config.serial())
-    return run_layer(call, replace(config, pdl=device_facts().has_dependent_launch))
+        return run_layer(call, config.overlapping(False))
+    return run_layer(call, config.overlapping(device_facts().has_dependent_launch))

@@ -21,6 +21,9 @@ from moegraft.types import TokenSlots
 pytestmark = pytest.mark.gpu
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 32, 2048, 768, 8, 64
+REPLAYS = 5
+#: Time stamps of a launch that follows another one lie up to 0.3 us before that one's end.
+BLUR_US = 0.5
 
 
 def trace(mode: Mode) -> list[tuple[str, float, float]]:
@@ -46,7 +49,7 @@ def trace(mode: Mode) -> list[tuple[str, float, float]]:
         layer(x, routing.topk_ids, routing.topk_weights, captured)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(5):
+        for _ in range(REPLAYS):
             graph.replay()
         torch.cuda.synchronize()
     found = []
@@ -58,23 +61,24 @@ def trace(mode: Mode) -> list[tuple[str, float, float]]:
 
 
 def overlap(found: list[tuple[str, float, float]], first: str, second: str) -> float:
-    """Return the microseconds in which kernels of both names were under way at once."""
-    return sum(
+    """Return the microseconds per replay in which kernels of both names were under way at once."""
+    together = sum(
         max(0.0, min(end_a, end_b) - max(start_a, start_b))
         for name_a, start_a, end_a in found
         if first in name_a
         for name_b, start_b, end_b in found
         if second in name_b
     )
+    return together / REPLAYS
 
 
 def test_two_stream_computes_the_delta_beside_the_base_product() -> None:
     assert overlap(trace("two_stream"), "lora_", "grouped_gemm") > 5.0
-    assert overlap(trace("serial"), "lora_", "grouped_gemm") == 0.0
+    assert overlap(trace("serial"), "lora_", "grouped_gemm") < BLUR_US
 
 
 def test_in_kernel_computes_the_delta_beside_the_base_product() -> None:
     if not device_facts().has_dependent_launch:
         pytest.skip("needs dependent launch")
     assert overlap(trace("in_kernel"), "lora_shrink_expand", "gate_up_activation") > 5.0
-    assert overlap(trace("fused_serial"), "lora_shrink_expand", "gate_up_activation") == 0.0
+    assert overlap(trace("fused_serial"), "lora_shrink_expand", "gate_up_activation") < BLUR_US

@@ -13,7 +13,8 @@ def finalize_kernel(
     y_ptr,  # [P, H] weighted rows
     pair_row_ptr,  # [P] int32, -1 = not local
     out_ptr,  # [T, H]
-    topk_weights_ptr,  # [P] float; this and the next two only with DELTA
+    slots_ptr,  # [T] int32; this and the next three only with DELTA
+    topk_weights_ptr,  # [P] float
     delta_ptr,  # [P, H], not weighted
     states_ptr,  # [P] int32
     hidden,
@@ -27,7 +28,8 @@ def finalize_kernel(
     """``out[t] = scale * sum_k (y + w * delta)[t*K + k]`` over the local pairs that have one, fp32.
 
     Summed one choice after the other: a sum over a tile's axis takes the order of the tile's
-    layout, and that differs with and without DELTA. Pairs without a delta add nothing to their y.
+    layout, and that differs with and without DELTA. Pairs without a delta add nothing to their y,
+    and a token without a slot asks for no state, since that would be one more round to the L2.
     """
     tl.static_assert(TOP_K <= 64, "one bit per choice")
     launch_next(PDL)
@@ -38,11 +40,13 @@ def finalize_kernel(
     for k in tl.static_range(TOP_K):
         row = tl.load(pair_row_ptr + first + k, cache_modifier=".cg")
         local |= (row >= 0).to(tl.int64) << k
+    if DELTA:
+        has_slot = tl.load(slots_ptr + tl.program_id(0)) >= 0
     launch_wait(PDL)
     has_delta = first * 0
     if DELTA:
         for k in tl.static_range(TOP_K):
-            state = tl.load(states_ptr + first + k)
+            state = tl.load(states_ptr + first + k, mask=has_slot, other=0)
             has_delta |= (state >= 256).to(tl.int64) << k
         has_delta &= local
     out = tl.zeros([BLOCK_H], tl.float32)

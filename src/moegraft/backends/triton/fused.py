@@ -64,7 +64,7 @@ def run_layer(
         run_delta(ws.h, weights, table, ws, top_k, config, down=True)
     run_down(call.topk_weights, weights, ws, config, table)
     delta_weights = call.topk_weights if lora else None
-    run_finalize(ws, out, top_k, call.scale, config, delta_weights)
+    run_finalize(ws, out, top_k, call.scale, config, delta_weights, slots)
     return out
 
 

@@ -22,6 +22,8 @@ from moegraft.types import ExpertWeights
 
 #: Rows of one product of lora_shrink_expand, the least that the matrix unit takes.
 SEGMENT_ROWS = 16
+#: Pairs above which route has more and wider programs.
+MAX_PAIRS_OF_4_WARPS = 1024
 
 
 def run_route(
@@ -35,7 +37,9 @@ def run_route(
     """Sort the pairs into blocks and, with slots int32 ``[T]``, segments."""
     pairs = ws.num_pairs
     dense = pairs <= MAX_DENSE_PAIRS
-    block_i = triton.next_power_of_2(pairs) if dense else 8
+    many = pairs > MAX_PAIRS_OF_4_WARPS
+    block_i = triton.next_power_of_2(pairs) if dense else 4 if many else 8
+    block_j = min(1024 if many else 512, triton.next_power_of_2(pairs))
     block_e = 8
     pair_programs = triton.cdiv(pairs, block_i)
     expert_programs = 0 if dense else triton.cdiv(num_experts + 1, block_e)
@@ -44,8 +48,8 @@ def run_route(
         ws.row_pair, ws.pair_row, ws.segments, ws.states, ws.block_info, ws.h_counter,
         pairs, expert_offset, ws.num_blocks, pair_programs,
         TOP_K=topk_ids.shape[1], NUM_EXPERTS=num_experts, BLOCK_M=config.block_m, BLOCK_I=block_i,
-        BLOCK_J=min(512, triton.next_power_of_2(pairs)), BLOCK_E=block_e, DENSE=dense,
-        HAS_SLOTS=slots is not None, num_warps=4, **_pdl(config),
+        BLOCK_J=block_j, BLOCK_E=block_e, DENSE=dense,
+        HAS_SLOTS=slots is not None, num_warps=8 if many else 4, **_pdl(config),
     )  # fmt: skip
 
 
@@ -267,15 +271,17 @@ def run_finalize(
     scale: float,
     config: FusedConfig,
     delta_weights: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> None:
     """Sum the weighted rows of each token.
 
-    ``delta_weights``: the routing weights, to add down's delta here, where nothing waits for it.
+    ``delta_weights``: the routing weights, to add down's delta here, where nothing waits for it;
+    with ``slots`` int32 ``[T]``.
     """
     hidden = out.shape[1]
     block = min(256, triton.next_power_of_2(hidden))
     finalize_kernel[(out.shape[0], triton.cdiv(hidden, block))](
-        ws.y, ws.pair_row, out, delta_weights, ws.delta_down, ws.states[2],
+        ws.y, ws.pair_row, out, slots, delta_weights, ws.delta_down, ws.states[2],
         hidden, out.stride(0), scale, DELTA=delta_weights is not None,
         TOP_K=top_k, BLOCK_H=block,
         num_warps=2, **_pdl(config),

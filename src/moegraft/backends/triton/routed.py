@@ -62,7 +62,10 @@ def _run(call: RoutedCall, first_pair: int = 0) -> None:
     if call.lora_ready or not call.pdl:
         # Events stand for the completion of launches, and a dependent one may start before that.
         config = config.overlapping(False)
-    ws = make_workspace(weights, num_tokens * top_k, config.block_m, lora=False)
+    # fp32, so that the sum has the bits of finalize over the rows of ``do_finalize=False``.
+    ws = make_workspace(
+        weights, num_tokens * top_k, config.block_m, lora=False, y_dtype=torch.float32
+    )
     if call.h is not None:
         ws = replace(ws, h=call.h.zero_())
     run_route(call.topk_ids, None, weights.num_experts, ws, config, call.expert_offset)

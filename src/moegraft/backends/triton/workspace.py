@@ -47,7 +47,7 @@ class Workspace(RouteBuffers):
 
     Attributes:
         h: ``[P, I]`` in the weights' dtype; rows of pairs that are not local are not written.
-        y: fp32 ``[P, H]``, weighted; likewise.
+        y: ``[P, H]``, weighted, bf16 with bf16 weights and else fp32; likewise.
         delta_gate_up: ``[P, 2I]`` as gate | up (``[P, I]`` without a gate), only pairs that have a
             delta; None without adapters.
         delta_down: ``[P, H]``, likewise.
@@ -93,8 +93,12 @@ def make_workspace(
     block_m: int,
     lora: bool,
     delta_dtype: torch.dtype = torch.float32,
+    y_dtype: torch.dtype | None = None,
 ) -> Workspace:
     """Allocate scratch for P pairs; ``lora`` adds what only adapters need, in ``delta_dtype``.
+
+    ``y_dtype`` None = bf16 with bf16 weights: half the bytes of y, which at 128 tokens and more
+    would not all stay in the L2 until finalize reads them. Not fp16, whose range y may leave.
 
     Nothing is initialised. All of it comes from torch's allocator on the current stream, so a
     captured call takes its memory from the graph's pool.
@@ -105,11 +109,13 @@ def make_workspace(
     def delta(columns: int) -> torch.Tensor:
         return torch.empty(num_pairs, columns, dtype=delta_dtype, device=device)
 
+    if y_dtype is None:
+        y_dtype = torch.bfloat16 if weights.dtype == torch.bfloat16 else torch.float32
     sides = 2 if weights.layout.gated else 1
     return Workspace(
         **vars(route),
         h=torch.empty(num_pairs, weights.intermediate, dtype=weights.dtype, device=device),
-        y=torch.empty(num_pairs, weights.hidden, dtype=torch.float32, device=device),
+        y=torch.empty(num_pairs, weights.hidden, dtype=y_dtype, device=device),
         delta_gate_up=delta(sides * weights.intermediate) if lora else None,
         delta_down=delta(weights.hidden) if lora else None,
     )
