@@ -49,7 +49,7 @@ CONSTANTS: dict[str, Any] = {
     "SIDES": 2, "DELTA": "some", "DENSE": False, "HAS_SLOTS": True, "PDL": True,
     "weight_stride_k": 1, "NUM_PROJECTIONS": 3, "MANY_RANKS": False, "ROWS": 16, "BLOCK_S": 32,
     "BLOCK_G": 128, "BY_TOKEN": True, "IN_PLACE": True, "LOCAL_ONLY": True, "HAS_DELTA": True,
-    "BY_PAIR": False, "BLOCK": 256, "EARLY": True, "STEPS": 1,
+    "BY_PAIR": False, "BLOCK": 256, "EARLY": True, "STEPS": 1, "SHARES": 4,
 }  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def main(capability: int) -> None:
     compile_kernel(linear_split_kernel, capability, BLOCK_K=256, SPLITS=8)
     compile_kernel(linear_split_kernel, capability, BLOCK_R=128, STEPS=2, SPLITS=8, EARLY=False)
     fp32 = {"x_ptr": "*fp32", **{f"out{i}_ptr": "*fp32" for i in range(4)}}
-    compile_kernel(linear_split_kernel, capability, STEPS=4, EVEN_K=False, **fp32)
+    compile_kernel(linear_split_kernel, capability, STEPS=4, SPLITS=8, EVEN_K=False, **fp32)
     print("token_segments, linear_lora")
 
 

@@ -18,8 +18,8 @@ def install() -> None:
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
         left, right = (np.ascontiguousarray(side.data) for side in (a, b))
-        assert left.ndim == 2 and a.dtype.primitive_bitwidth > 8, "no kernel here needs more"
-        product = np.einsum("mk,kn->mn", left, right, dtype=d.data.dtype)
+        assert a.dtype.primitive_bitwidth > 8, "no kernel here needs more"
+        product = np.einsum("...mk,...kn->...mn", left, right, dtype=d.data.dtype)
         return TensorHandle(product + d.data, d.dtype.scalar)
 
     InterpreterBuilder.create_dot = create_dot

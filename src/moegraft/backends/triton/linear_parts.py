@@ -23,18 +23,24 @@ def pick(index, value0, value1, value2, value3, NUM_PROJECTIONS: tl.constexpr):
 
 
 @triton.jit
+def _word(record, i: tl.constexpr, is_used):
+    return tl.load(record + i, mask=is_used, other=0, eviction_policy="evict_last")
+
+
+@triton.jit
 def load_record(record, is_used, matrix: tl.constexpr, arena_ptr, UNIT: tl.constexpr):
     """Return (pointer to A (0) or B (1), elements between its rank rows, live rank, scale).
 
     The rank is 0 unless ``is_used``. The loads are masked so that all are on their way at once:
-    the compiler moves plain ones behind the branch that asks for the rank.
+    the compiler moves plain ones behind the branch that asks for the rank. Records are small and
+    every step reads them again, so they are asked to stay in the L2.
     """
-    offset = tl.load(record + matrix, mask=is_used, other=0)
-    stride = tl.load(record + 4 + matrix, mask=is_used, other=0).to(tl.int32)
+    offset = _word(record, matrix, is_used) * UNIT
+    stride = _word(record, 4 + matrix, is_used).to(tl.int32)
     # The low halves of words 6 and 7.
-    rank = tl.load(record + 6, mask=is_used, other=0).to(tl.int32)
-    scale = tl.load(record + 7, mask=is_used, other=0).to(tl.int32).to(tl.float32, bitcast=True)
-    ptr = arena_ptr + tl.multiple_of(offset * UNIT, UNIT)
+    rank = _word(record, 6, is_used).to(tl.int32)
+    scale = _word(record, 7, is_used).to(tl.int32).to(tl.float32, bitcast=True)
+    ptr = arena_ptr + tl.multiple_of(offset, UNIT)
     return ptr, tl.multiple_of(stride, UNIT), rank, scale
 
 

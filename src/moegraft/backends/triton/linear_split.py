@@ -29,7 +29,6 @@ import triton.language as tl
 
 from moegraft.backends.triton.linear_parts import (
     MAX_PROJECTIONS,
-    add_product,
     expand,
     load_b,
     load_record,
@@ -79,6 +78,11 @@ class SplitTile:
     shrink_programs: int = 264
     expand_programs: int = 528
     num_warps: int = 4
+
+    @property
+    def shares(self) -> int:
+        """Warps that share a step over K, up to 8; the matrix unit takes 16 columns at once."""
+        return max(1, min(8, self.num_warps, self.block_k // 16))
 
 
 @dataclass
@@ -172,7 +176,8 @@ def launch_split(
         *(first_tiles[i] for i in use[1:]),
         num_tiles, num_segments, shrink_programs, size_k, x.stride(0), tables[0].records.stride(0),
         NUM_PROJECTIONS=len(outs), UNIT=UNIT_BYTES // arena.element_size(), SPLITS=splits,
-        EVEN_K=size_k % tile.chunk == 0, STEPS=tile.chunk // tile.block_k, BLOCK_M=SEGMENT_ROWS,
+        EVEN_K=size_k % tile.chunk == 0, STEPS=tile.chunk // tile.block_k, SHARES=tile.shares,
+        BLOCK_M=SEGMENT_ROWS,
         BLOCK_N=tile.block_n, BLOCK_R=tile.block_r, BLOCK_K=tile.block_k, EARLY=early, PDL=pdl,
         num_warps=tile.num_warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
@@ -180,12 +185,16 @@ def launch_split(
 
 
 @triton.jit
-def _load_k(ptrs, row_mask, k, size_k, EVEN_K: tl.constexpr):
-    """Return BLOCK_K columns of some rows; 0 past the last column and for other rows."""
-    mask = row_mask[:, None]
+def _load_k(ptr, rows, row_stride, row_mask, first_k, size_k, EVEN_K: tl.constexpr,
+            SHARES: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Return BLOCK_K columns of some rows, ``[SHARES, rows, BLOCK_K / SHARES]``; 0 outside."""
+    width: tl.constexpr = BLOCK_K // SHARES
+    share = tl.arange(0, SHARES)[:, None, None] * width
+    k = first_k + share + tl.arange(0, width)[None, None, :]
+    mask = row_mask[None, :, None]
     if not EVEN_K:
-        mask = mask & (k < size_k)[None, :]
-    return tl.load(ptrs, mask=mask, other=0.0)
+        mask = mask & (k < size_k)
+    return tl.load(ptr + rows[None, :, None] * row_stride + k, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -203,26 +212,54 @@ def _hold(value, HOLD: tl.constexpr):
 
 
 @triton.jit
+def _product(x, a):
+    """Return ``x @ a.T`` of each share, fp32; of two dtypes both are read as fp32."""
+    if x.dtype != a.dtype:  # a router in fp32 over a bank in bf16
+        x = x.to(tl.float32)
+        a = a.to(tl.float32)
+    return tl.dot(x, tl.permute(a, 0, 2, 1), input_precision="ieee")
+
+
+@triton.jit
+def _sum_shares(acc, SHARES: tl.constexpr):
+    """Return the sum over the first of three dimensions, 1, 2, 4 or 8, in a fixed order."""
+    M: tl.constexpr = acc.shape[1]
+    R: tl.constexpr = acc.shape[2]
+    s = tl.permute(acc, 1, 2, 0)
+    if SHARES == 8:
+        low, high = tl.split(tl.reshape(s, M, R, 4, 2))
+        s = low + high
+    if SHARES >= 4:
+        low, high = tl.split(tl.reshape(s, M, R, 2, 2))
+        s = low + high
+    if SHARES >= 2:
+        low, high = tl.split(tl.reshape(s, M, R, 2))
+        s = low + high
+    return tl.reshape(s, M, R)
+
+
+@triton.jit
 def _partial(
     x_ptr, rows, x_stride, a_ptr, a_stride, rank, first_k, size_k, EVEN_K: tl.constexpr,
-    STEPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr, SHARES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Return S of a part of K, fp32 ``[BLOCK_M, BLOCK_R]``; only x waits for earlier launches."""
+    """Return S of a part of K, fp32 ``[BLOCK_M, BLOCK_R]``; only x waits for earlier launches.
+
+    Each of SHARES warps multiplies its own share of K: one warp alone is a long chain of products.
+    """
     r = tl.arange(0, BLOCK_R)
-    k = first_k + tl.arange(0, BLOCK_K)
-    a_ptrs = a_ptr + r[:, None] * a_stride + k[None, :]
-    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + k[None, :]
-    a = _load_k(a_ptrs, r < rank, k, size_k, EVEN_K)
+    tokens = rows.to(tl.int64)
+    a = _load_k(a_ptr, r, a_stride, r < rank, first_k, size_k, EVEN_K, SHARES, BLOCK_K)
     launch_wait(WAIT)
-    x = _load_k(x_ptrs, rows >= 0, k, size_k, EVEN_K)
-    acc = add_product(x, _hold(a, WAIT), tl.zeros([BLOCK_M, BLOCK_R], tl.float32))
+    x = _load_k(x_ptr, tokens, x_stride, rows >= 0, first_k, size_k, EVEN_K, SHARES, BLOCK_K)
+    acc = _product(x, _hold(a, WAIT))
     for step in tl.range(1, STEPS):
-        k += BLOCK_K
-        a = _load_k(a_ptrs + step * BLOCK_K, r < rank, k, size_k, EVEN_K)
-        x = _load_k(x_ptrs + step * BLOCK_K, rows >= 0, k, size_k, EVEN_K)
-        acc = add_product(x, a, acc)
-    return acc
+        k = first_k + step * BLOCK_K
+        a = _load_k(a_ptr, r, a_stride, r < rank, k, size_k, EVEN_K, SHARES, BLOCK_K)
+        x = _load_k(x_ptr, tokens, x_stride, rows >= 0, k, size_k, EVEN_K, SHARES, BLOCK_K)
+        acc += _product(x, a)
+    return _sum_shares(acc, SHARES)
 
 
 @triton.jit
@@ -278,6 +315,7 @@ def linear_split_kernel(
     SPLITS: tl.constexpr,
     EVEN_K: tl.constexpr,
     STEPS: tl.constexpr,  # a chunk is STEPS * BLOCK_K
+    SHARES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -310,7 +348,7 @@ def linear_split_kernel(
                 first_k = unit % SPLITS * (STEPS * BLOCK_K)
                 s = _partial(
                     x_ptr, rows, x_stride, a_ptr, a_stride, rank, first_k, size_k, EVEN_K, STEPS,
-                    BLOCK_M, BLOCK_R, BLOCK_K, WAIT,
+                    SHARES, BLOCK_R, BLOCK_K, WAIT,
                 )  # fmt: skip
                 bits = tl.where(s == s, s.to(tl.int32, bitcast=True), PLAIN_NAN)
                 mask = (rows >= 0)[:, None] & _whole_quads(r, rank)[None, :]
