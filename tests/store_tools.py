@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,3 +130,39 @@ def failing_copy(step: int, after: bool = False, bank: AdapterBank | None = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "copy_", copy_)
         yield
+
+
+def run_threads(work: Callable[[int], None], count: int = 8) -> None:
+    """Run ``work(i)`` in threads that start together; raise the first error."""
+    barrier, errors = threading.Barrier(count), []
+
+    def run(i: int) -> None:
+        barrier.wait()
+        try:
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # as many interleavings as possible
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    sys.setswitchinterval(interval)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def value_in(store: AdapterStore, slot: int) -> float:
+    """The one value that all factors of a slot have, over all sites; fails on a mixture."""
+    values = set()
+    for site in SITES:
+        factors = bank_of(store).site_table(site.name).factors(slot)
+        assert factors is not None, f"slot {slot} is empty while it is in use"
+        for f in factors.projections.values():
+            values |= set(f.lora_A.unique().tolist()) | set(f.lora_B.unique().tolist())
+    assert len(values) == 1, f"slot {slot} mixes adapters: {values}"
+    return float(values.pop())

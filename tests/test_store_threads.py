@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 
-from moegraft.adapters import AdapterStore, BoundAdapter
+from moegraft.adapters import BoundAdapter
 from moegraft.errors import AdapterError
 from moegraft.layer import MoeLoraLayer
 from moegraft.testing import assert_bit_equal, constant_adapter, layer_case, random_adapter
 from moegraft.types import TokenSlots
-from store_tools import SITES, assert_nothing_left, bank_of, make_store
-
-
-def _run_threads(work: Callable[[int], None], count: int = 8) -> None:
-    """Run ``work(i)`` in threads that start together; raise the first error."""
-    barrier, errors = threading.Barrier(count), []
-
-    def run(i: int) -> None:
-        barrier.wait()
-        try:
-            work(i)
-        except BaseException as error:
-            errors.append(error)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # as many interleavings as possible
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    sys.setswitchinterval(interval)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
-
-
-def _value_in(store: AdapterStore, slot: int) -> float:
-    """The one value that all factors of a slot have, over all sites; fails on a mixture."""
-    values = set()
-    for site in SITES:
-        factors = bank_of(store).site_table(site.name).factors(slot)
-        assert factors is not None, f"slot {slot} is empty while it is in use"
-        for f in factors.projections.values():
-            values |= set(f.lora_A.unique().tolist()) | set(f.lora_B.unique().tolist())
-    assert len(values) == 1, f"slot {slot} mixes adapters: {values}"
-    return float(values.pop())
+from store_tools import (
+    SITES,
+    assert_nothing_left,
+    bank_of,
+    make_store,
+    run_threads,
+    value_in,
+)
 
 
 def test_threads_that_load_use_and_unload_one_name_see_whole_adapters_only() -> None:
@@ -63,12 +32,12 @@ def test_threads_that_load_use_and_unload_one_name_see_whole_adapters_only() -> 
                     store.remove("same")
                 store.add("same", constant_adapter(SITES, value, rank=1 + step % 3))
                 with store.use(["same"]) as slots:
-                    first = _value_in(store, slots["same"])
-                    assert _value_in(store, slots["same"]) == first
+                    first = value_in(store, slots["same"])
+                    assert value_in(store, slots["same"]) == first
             except AdapterError as error:  # another thread may have removed the name
                 assert "There is no adapter 'same'" in str(error)
 
-    _run_threads(work)
+    run_threads(work)
     assert_nothing_left(store)
 
 
@@ -88,14 +57,14 @@ def test_threads_that_update_and_use_one_name_see_whole_versions_in_order() -> N
                 seen = info.version
             else:
                 with store.use(["policy"]) as slots:
-                    first = _value_in(store, slots["policy"])
-                    assert _value_in(store, slots["policy"]) == first
+                    first = value_in(store, slots["policy"])
+                    assert value_in(store, slots["policy"]) == first
 
-    _run_threads(work)
+    run_threads(work)
     newest = max(served)
     assert store.info("policy").version == newest and len(served) == 31
     with store.use(["policy"]) as slots:
-        assert _value_in(store, slots["policy"]) == served[newest]
+        assert value_in(store, slots["policy"]) == served[newest]
     assert_nothing_left(store)
 
 
@@ -108,11 +77,11 @@ def test_threads_with_names_of_their_own_always_get_their_own_adapter() -> None:
             value = float(1 + i * 100 + step)
             store.add(name, constant_adapter(SITES, value, rank=1 + (i + step) % 5))
             with store.use([name, None]) as slots:
-                assert _value_in(store, slots[name]) == value
+                assert value_in(store, slots[name]) == value
             if step % 4 == 3:
                 store.remove(name)
 
-    _run_threads(work)
+    run_threads(work)
     assert_nothing_left(store)
 
 
@@ -128,9 +97,9 @@ def test_threads_that_share_few_slots_never_see_another_adapter() -> None:
         for step in range(25):
             name = f"n{(i * 3 + step) % 8}"
             with permits, store.use([name]) as slots:
-                assert _value_in(store, slots[name]) == float(int(name[1:]) + 1)
+                assert value_in(store, slots[name]) == float(int(name[1:]) + 1)
 
-    _run_threads(work)
+    run_threads(work)
     assert_nothing_left(store)
 
 
@@ -160,5 +129,5 @@ def test_layers_run_right_while_other_threads_load_and_unload() -> None:
                     out = layer(case.x, ids, weights, rows)
                 assert_bit_equal(out, expected[which], f"adapter {which}")
 
-    _run_threads(work)
+    run_threads(work)
     assert_nothing_left(store)
