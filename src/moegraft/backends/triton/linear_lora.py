@@ -1,10 +1,11 @@
 """Stage ``linear_lora``: dense linears that read the same x, in one launch.
 
-One program per segment (at most ``BLOCK_M`` tokens of one slot) and tile of output columns. It
-computes the rank vectors ``S = A x`` of its segment itself, so no launch has to come before, and
-adds ``scale * S B`` to its tile. A comes from L2 for all tiles but the first that reads it; the
-wider a tile, the less often S is computed again. Programs of unused segments, and of slots without
-factors for the projection, end at once.
+Up to :data:`.linear_split.MAX_SPLIT_TOKENS` tokens and common ranks go to :mod:`.linear_split`. Here
+is the kernel for the rest: one program per segment (at most ``BLOCK_M`` tokens of one slot) and
+tile of output columns. It computes the rank vectors ``S = A x`` of its segment itself, so it waits
+for no other program, and adds ``scale * S B`` to its tile. A comes from L2 for all tiles but the
+first that reads it; the wider a tile, the less often S is computed again. Programs of unused
+segments, and of slots without factors for the projection, end at once.
 
 Rows are picked by the segments: rows without a delta are neither read nor written, and nothing
 crosses from one slot's rows to another's.

@@ -23,7 +23,11 @@ still do, and the factors are read beside the weights. Three rules keep it right
 * **Completion.** The last program of every launch calls ``launch_wait`` before it ends, so a launch
   is complete only when all before it are: whoever waits for one has waited for all.
 * **What may be read without a wait.** What was complete when the launch before passed its
-  ``launch_wait``, if that came before its ``launch_next``: the routing, for every GEMM.
+  ``launch_wait``, if that came before its ``launch_next``: the routing, for every GEMM; the
+  segments of a step's tokens and the factors that it holds, for its later linears.
+
+Within one launch the second half of the first rule holds without dependent launch too; what is
+here waits only with it, :mod:`.linear_split` in any case.
 
 Memory order: the writer's stores, a barrier of its program, a release; the reader's acquire, a
 barrier of its program, its loads.
