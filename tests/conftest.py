@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
+from collections.abc import Iterator
 from typing import get_args
 
 # Without a GPU the kernels run in Triton's interpreter; it must be asked for before anything (torch
@@ -32,3 +34,11 @@ def lora_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     choice = Choice(cpu.CpuStages(request.param), "serial", "forced by the test")
     monkeypatch.setattr(cpu, "choose", lambda problem, mode: choice)
     return str(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_end_with_the_last_test() -> Iterator[None]:
+    """Processes that tests share leave before what they measured is added up."""
+    yield
+    if "ranks" in sys.modules:
+        sys.modules["ranks"].stop_shared()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import multiprocessing as mp
 import os
@@ -21,7 +20,8 @@ LIMIT = 60.0
 #: Seconds for starting the processes, which import torch.
 START_LIMIT = 120.0
 #: Seconds for a process to end by itself.
-PATIENCE = 5.0
+PATIENCE = 10.0
+_SHARED: list[Ranks] = []
 
 
 class Ranks:
@@ -31,12 +31,10 @@ class Ranks:
 
     Args:
         size: number of processes.
-        environ: more settings for them, such as those of torchrun; None = none.
     """
 
-    def __init__(self, size: int, environ: dict[str, str] | None = None) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self._environ = environ or {}
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -68,7 +66,7 @@ class Ranks:
         folder = tempfile.mkdtemp()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            args = (rank, self.size, Path(folder) / "store", theirs, self._environ)
+            args = (rank, self.size, Path(folder) / "store", theirs, _measured_to())
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -99,17 +97,45 @@ class Ranks:
 
 @cache
 def shared(size: int) -> Ranks:
-    """The processes that all tests of this one share; they end with it."""
-    ranks = Ranks(size)
-    atexit.register(ranks.stop)
-    return ranks
+    """The processes that all tests of this one share."""
+    found = Ranks(size)
+    _SHARED.append(found)
+    return found
 
 
-def _serve(rank: int, size: int, store: Path, pipe: Connection, environ: dict[str, str]) -> None:
-    """What each process does: join the group, then run what comes."""
+def stop_shared() -> None:
+    """End them; the last test is over."""
+    for found in _SHARED:
+        found.stop()
+
+
+def _measured_to() -> str | None:
+    """Where to leave which lines ran; None = nobody wants to know."""
+    coverage = sys.modules.get("coverage")
+    running = None if coverage is None else coverage.Coverage.current()
+    return None if running is None else str(running.config.data_file)
+
+
+def _serve(rank: int, size: int, store: Path, pipe: Connection, measured_to: str | None) -> None:
+    """What each process does: run what comes, measured or not."""
+    if measured_to is None:
+        return _run(rank, size, store, pipe)
+    from coverage import Coverage
+
+    coverage = Coverage(data_file=measured_to, data_suffix=True, source=["moegraft"])
+    coverage.start()
+    try:
+        _run(rank, size, store, pipe)
+    finally:
+        coverage.stop()
+        coverage.save()
+
+
+def _run(rank: int, size: int, store: Path, pipe: Connection) -> None:
+    """Join the group, then run what comes."""
     # The group's addresses must not depend on how this machine's name resolves.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), **environ)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     import torch
     import torch.distributed as dist
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import parallel_hosts as hosts
+import parallel_refusals as refusals
 from ranks import shared
 
 
@@ -55,11 +56,11 @@ def test_families_of_models_equal_merged_models(tmp_path: Path, family: str, mod
 
 @pytest.mark.parametrize("mode", ["tp and ep", "tp"])
 def test_gradients_are_refused_with_adapters_only(folder: Path, mode: str) -> None:
-    shared(2).run(hosts.gradients_are_refused, folder, mode)
+    shared(2).run(refusals.gradients_are_refused, folder, mode)
 
 
 def test_modes_that_would_lose_a_rows_adapter_are_refused_by_name(folder: Path) -> None:
-    for messages in shared(2).run(hosts.refused_modes, folder):
+    for messages in shared(2).run(refusals.refused_modes, folder):
         by_mode = dict(messages)
         assert "moves rows between ranks" in by_mode["all_to_all"]
         assert "AllToAllEP" in by_mode["all_to_all"] and "all_reduce" in by_mode["all_to_all"]
@@ -70,4 +71,9 @@ def test_modes_that_would_lose_a_rows_adapter_are_refused_by_name(folder: Path) 
 
 
 def test_what_is_sharded_decodes_without_graphs(folder: Path) -> None:
-    shared(2).run(hosts.no_static_decoding, folder)
+    shared(2).run(refusals.no_static_decoding, folder)
+
+
+@pytest.mark.parametrize("mode", ["tp", "tp and ep"])
+def test_what_is_not_sliced_is_refused_by_name(folder: Path, mode: str) -> None:
+    shared(2).run(refusals.vectors_are_refused, folder, mode)

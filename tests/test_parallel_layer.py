@@ -188,6 +188,10 @@ def refusals(rank: int) -> list[str]:
     slots = TokenSlots.captured(torch.zeros(23, dtype=torch.int32))
     refused(layer, case.x, case.routing.topk_ids, case.routing.topk_weights, slots)
     refused(AllReduceMoe, parallel, case.weights)
+    narrow = torch.zeros(8, 20)
+    refused(lambda: AllReduceMoe(parallel, weights, buffer=narrow))
+    refused(agree, 8, 20, four, ExpertPlacement.contiguous(9, rank, 4))
+    refused(lambda: MoeGroups(four.whole, both.expert, four.tensor))
     return found
 
 
@@ -206,6 +210,9 @@ def test_what_ranks_can_not_agree_on_is_refused_on_all_of_them() -> None:
             "in ascending order",
             "no CUDA graph can hold it",
             "The weights hold 8 experts with I=20, this rank's shard is 2 with I=20",
+            "buffer has shape (8, 20); expected [max_tokens, 24]",
+            "Expert rank 0 maps 9 experts, the layer has 8",
+            "Groups of 2 (expert) times 1 (tensor) ranks are not the 4 ranks of the whole",
         ],
         strict=True,
     ):

@@ -1,0 +1,109 @@
+"""What sharded models are refused, run on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import moegraft
+from moegraft.testing import assert_close
+from parallel_hosts import CONFIG, MODES, adapters_for, sharded_model
+from tiny_grafts import prompts
+
+
+def gradients_are_refused(rank: int, folder: Path, mode: str) -> None:
+    """With gradients ranks would exchange rows, or run on DTensors."""
+    graft = moegraft.attach(sharded_model(folder, mode))
+    adapters = adapters_for(graft.spec)
+    for name in ("down", "attention"):
+        graft.load_tensors(name, adapters[name], CONFIG)
+    inputs = prompts(2)
+    for name in ("down", "attention"):
+        try:
+            with graft.rows(name, 2):
+                graft.model(**inputs)
+        except moegraft.MoegraftError as error:
+            assert "torch.no_grad()" in str(error), error
+        else:
+            raise AssertionError(f"{name}: gradients with adapters")
+    base = graft.model(**inputs).logits
+    with torch.no_grad():
+        assert_close(base.detach(), graft.model(**inputs).logits, torch.float32)
+
+
+def refused_modes(rank: int, folder: Path) -> list[tuple[str, str]]:
+    """Attach to models that are sharded in other ways; return each refusal."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from transformers.distributed import DistributedConfig
+
+    found: list[tuple[str, str]] = []
+
+    def refused(name: str, model: Any) -> None:
+        def state() -> list[Any]:
+            return [
+                (m.__dict__.get("forward"), len(m._forward_pre_hooks), len(m._forward_hooks))
+                for m in model.modules()
+            ]
+
+        before = state()
+        try:
+            moegraft.attach(model)
+        except moegraft.UnsupportedError as error:
+            found.append((name, str(error)))
+        else:
+            raise AssertionError(f"{name} was attached")
+        assert state() == before, "a model that is refused is not touched"
+
+    def load(**config: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, distributed_config=DistributedConfig(**config)
+        )
+
+    refused("all_to_all", load(**MODES["tp and ep"], ep_implementation="all_to_all"))
+    refused("fsdp", load(fsdp_size=2))
+    refused("pp", load(pp_size=2))
+    model = sharded_model(folder, "tp")
+    gate = model.model.layers[0].mlp.gate
+    mesh = model.model.layers[0].self_attn.q_proj.weight.device_mesh
+    whole = distribute_tensor(gate.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+    gate.weight = torch.nn.Parameter(whole)
+    refused("router", model)
+    model = sharded_model(folder, "tp")
+    q_proj = model.model.layers[0].self_attn.q_proj
+    q_proj.forward = q_proj.__class__.forward.__get__(q_proj)
+    refused("a foreign forward", model)
+    assert isinstance(q_proj.weight, DTensor) and Replicate() not in q_proj.weight.placements
+    return found
+
+
+def no_static_decoding(rank: int, folder: Path) -> None:
+    """Graphs and static caches say why not."""
+    graft = moegraft.attach(sharded_model(folder, "tp and ep"))
+    try:
+        graft.decoder(2, 16)
+    except moegraft.UnsupportedError as error:
+        assert "sharded over ranks" in str(error)
+    else:
+        raise AssertionError("a decoder over a sharded model")
+
+
+def vectors_are_refused(rank: int, folder: Path, mode: str) -> None:
+    """DoRA and biases of lora_B are not sliced, so they are refused by name."""
+    graft = moegraft.attach(sharded_model(folder, mode))
+    tensors = adapters_for(graft.spec)["attention"]
+    name = "base_model.model.model.layers.0.self_attn.o_proj"
+    extra = {
+        f"{name}.lora_B.bias": torch.ones(24),
+        f"{name}.lora_magnitude_vector": torch.ones(24),
+    }
+    for key, value in extra.items():
+        try:
+            graft.load_tensors("vectors", {**tensors, key: value}, CONFIG)
+        except moegraft.AdapterError as error:
+            assert key in str(error), error
+        else:
+            raise AssertionError(f"{key} was taken, and would count once per rank")
+    assert not graft.adapters
