@@ -139,3 +139,11 @@ def test_shared_slots_of_a_pool_of_three_dimensional_experts() -> None:
     pool.load(1, RANKS[1], shared=[("gate", "A"), ("up", "A")])
     assert pool.site.num_experts == E
     check(case_of(held, 1.0), pool, "cpu")
+
+
+def test_a_pool_that_expects_adapters_counts_as_used_only_where_a_graph_is_captured() -> None:
+    pool = pool_of(random_slots())
+    captured, live = TokenSlots.captured(torch.zeros(3, dtype=torch.int32)), TokenSlots.of([0])
+    assert not pool.table.has_delta(captured)
+    pool.expect_adapters()
+    assert pool.table.has_delta(captured) and not pool.table.has_delta(live)

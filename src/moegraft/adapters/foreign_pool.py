@@ -113,6 +113,10 @@ class ForeignPool:
         """Bytes that the transposed copies of B take; 0 when every B is read in place."""
         return sum(m.numel() * m.element_size() for m in self._mirrors.values() if m is not None)
 
+    def expect_adapters(self) -> None:
+        """Count as used from now on, so that a graph captured before the first load serves it."""
+        self.table.host_cache["used"] = True
+
     def load(
         self,
         slot: int,
@@ -200,7 +204,7 @@ class ForeignPool:
         row = self._records[slot]
         self.table.host_ranks[slot] = row.view(torch.int32)[:, RANK_I32]
         if bool(self.table.host_ranks[slot].any()):
-            self.table.host_cache["used"] = True
+            self.expect_adapters()
         self.table.records[slot].copy_(row)
         self.table.arena.version += 1
 

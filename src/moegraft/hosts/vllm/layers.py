@@ -99,13 +99,16 @@ def _pool(wrapper: Any, found: Formula) -> ForeignPool:
         wrapper.intermediate_size_per_partition,
         found.layout,
     )
-    return stacked_pool(
+    pool = stacked_pool(
         site,
         wrapper.w13_lora_a_stacked,
         wrapper.w13_lora_b_stacked,
         wrapper.w2_lora_a_stacked,
         wrapper.w2_lora_b_stacked,
     )
+    if pool.device.type != "cpu":
+        pool.expect_adapters()  # vLLM captures its graphs before adapters come
+    return pool
 
 
 def _load(pool: ForeignPool, slot: int, lora_a: list[Any], lora_b: list[Any]) -> None:

@@ -93,6 +93,8 @@ class LinearOnMoegraft:
         self.lora_b_stacked = tuple(map(rank_major, self.lora_b_stacked))
         name = getattr(self.base_layer, "prefix", type(self.base_layer).__name__)
         pool = LinearPool(name, self.lora_a_stacked, self.lora_b_stacked)
+        if pool.pool.device.type != "cpu":
+            pool.pool.expect_adapters()  # vLLM captures its graphs before adapters come
         self._moegraft = _State(self, pool)
         _states[self.lora_a_stacked[0].data_ptr()] = self._moegraft
         count("linear_layers")
