@@ -207,6 +207,8 @@ def test_an_estimate_is_what_the_adapter_takes(name: str, dtype: torch.dtype) ->
             estimate = graft.memory_estimate(tiny.folder(case))
             info = graft.load(case, tiny.folder(case))
             assert estimate.num_bytes == info.num_bytes == sum(estimate.kinds.values()) > 0
+            parts = [n for projections in estimate.sites.values() for n in projections.values()]
+            assert sum(parts) == estimate.num_bytes and min(parts) > 0
             assert set(estimate.kinds) == {site.kind for site in info.report.sites}
             before = graft.memory.used
             graft.forward(**prompts(1), adapters=case)
@@ -233,3 +235,42 @@ def test_only_the_experts_of_an_adapter_may_be_loaded(graft: Graft) -> None:
     report = graft.load("experts", tiny.folder(A), only).report
     assert {site.kind for site in report.sites} == {"experts"}
     assert report.bound + len(report.skipped) == report.total and report.skipped
+
+
+@pytest.mark.parametrize("only", ["experts", ("down",), ("linear", "gate"), ("router", "experts")])
+def test_only_the_parts_that_were_asked_for_are_kept_and_the_rest_is_reported(
+    graft: Graft, only: Any
+) -> None:
+    options = moegraft.ReadOptions(only=only)
+    parts = (only,) if isinstance(only, str) else only
+    whole = graft.memory_estimate(tiny.folder(A))
+    estimate = graft.memory_estimate(tiny.folder(A), options)
+    info = graft.load("part", tiny.folder(A), options)
+    report = info.report
+    assert info.num_bytes == estimate.num_bytes < whole.num_bytes
+    kind_of = {site.name: site.kind for site in graft.spec.sites}
+    kept = {(site.site, p) for site in report.sites for p in site.projections}
+    left = {(site, p) for site, names in report.left_out.items() for p in names}
+    assert kept and left and not kept & left
+    assert kept | left == {(s, p) for s, names in whole.sites.items() for p in names}
+    for site, projection in kept | left:
+        wanted = kind_of[site] in parts or projection in parts
+        assert ((site, projection) in kept) == wanted
+    assert report.bound == report.total and "left out at" in report.summary()
+    assert report.to_dict()["left_out"] == dict(report.left_out)
+    served = graft.forward(**prompts(1), adapters="part").logits
+    assert not torch.equal(served, graft.forward(**prompts(1), adapters=A).logits)
+    again = graft.update("part", tiny.tensors_of(A))  # reads as the load did
+    assert again.checksum == info.checksum
+
+
+def test_parts_that_are_none_and_parts_that_leave_nothing_are_refused(graft: Graft) -> None:
+    with pytest.raises(AdapterError, match="only='attention' is no part of a model: experts"):
+        moegraft.ReadOptions(only=("attention",))
+    with pytest.raises(AdapterError, match="only=3 is no part"):
+        moegraft.ReadOptions(only=3)  # type: ignore[arg-type]
+    experts = {k: t for k, t in tiny.tensors_of(A).items() if ".experts." in k}
+    options = moegraft.ReadOptions(only=("linear",))
+    with pytest.raises(AdapterError, match="nothing of it is left"):
+        graft.load_tensors("x", experts, tiny.config_of(A), options)
+    assert "x" not in graft.store

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from moegraft.adapters import combine
 from moegraft.adapters.layouts import LAYOUTS, ReadOptions
+from moegraft.adapters.only import keep_only
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.report import BindReport, ProjectionReport, SiteReport
 from moegraft.adapters.spec import ModelSpec
@@ -97,6 +98,7 @@ def bind(
             if result.evidence:
                 layouts[layout.name] = result.evidence
         pending -= result.used | set(result.refused)
+    factors, left_out = keep_only(factors, spec, options.only)
     factors, copies = combine.store_equal_copies_once(factors)
     notes += copies
     times = Counter(source.keys.values()) if pending else Counter()
@@ -119,6 +121,7 @@ def bind(
         refused=refused,
         skipped=tuple(sorted(skipped)),
         notes=tuple(notes),
+        left_out=left_out,
     )
     magnitudes = tuple(s.name for s in spec.sites if vector_name(s.name, "dora") in factors)
     return BoundAdapter(factors, report, magnitudes)
@@ -126,6 +129,11 @@ def bind(
 
 def check_bound(report: BindReport, spec: ModelSpec) -> None:
     """Raise :class:`AdapterError` unless every tensor was bound or excused."""
+    if report.left_out and not report.sites:
+        raise AdapterError(
+            f"{report.origin}: nothing of it is left: it has factors for other parts of "
+            f"{spec.name} than those of only= ({shorten(list(report.left_out))})."
+        )
     if report.bound == 0:
         names = shorten(list(report.refused) or list(report.skipped))
         message = (

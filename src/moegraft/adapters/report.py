@@ -66,6 +66,8 @@ class BindReport:
         refused: tensor name -> why it can't be served.
         skipped: tensors excused by the caller's ``skip`` option.
         notes: warnings worth reading, such as a ``skip`` pattern that matches nothing.
+        left_out: site -> projections that were bound, and left out for the caller's ``only``
+            option; ``sites`` lists what is left.
     """
 
     origin: str
@@ -77,6 +79,7 @@ class BindReport:
     refused: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    left_out: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def max_rank(self) -> int:
@@ -104,4 +107,5 @@ class BindReport:
         return (
             f"bound {self.bound} of {count(self.total, 'tensor')} to {places or 'nothing'}; "
             f"ranks {ranks}, scales {scales}, {self.num_bytes / 1e6:.2f} MB"
+            + (f"; left out at {count(len(self.left_out), 'place')}" if self.left_out else "")
         )

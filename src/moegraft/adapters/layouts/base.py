@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from moegraft.adapters.only import checked_parts
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import AdapterError
@@ -36,13 +37,18 @@ class ReadOptions:
             fastest; ``grouped_by_expert`` has one block of columns per expert. None = the file's
             own marker, else PEFT's.
         skip: regular expressions of tensor names to leave out; the report lists what they matched.
+        only: parts of the model to keep, ``experts``, ``linear``, ``router``, or projections of
+            the experts, ``gate``, ``up``, ``down``; none = all. Everything must bind even so; the
+            report lists what was then left out.
     """
 
     orientation: Literal["normal", "swapped"] | None = None
     expert_b_layout: Literal["rank_major", "grouped_by_expert"] | None = None
     skip: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "only", checked_parts(self.only))
         skip: Any = self.skip
         if isinstance(skip, str):  # one pattern; its letters would match nearly everything
             object.__setattr__(self, "skip", (skip,))
