@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,19 @@ def test_a_hostile_config_is_refused_in_one_line(tmp_path: Path, text: str, mess
         spec = tiny.spec_of("qwen3_moe")
         check_bound(bind(read_adapter(tmp_path), spec).report, spec)
     assert load(tmp_path)
+
+
+@pytest.mark.parametrize("filler", ["[],", "{},", "0,", '"",', "[[[[],[]]]],", '{"":0},'])
+def test_a_long_hostile_config_costs_little_memory(tmp_path: Path, filler: str) -> None:
+    (tmp_path / WEIGHTS).write_bytes((tiny.folder(CASES[0]) / WEIGHTS).read_bytes())
+    text = '{"target_modules": [%s0]}' % (filler * (12_000_000 // len(filler)))
+    (tmp_path / CONFIG).write_text(text)
+    tracemalloc.start()
+    try:
+        assert "holds more than 2,000,000 values" in load(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(text)
+    finally:
+        tracemalloc.stop()
 
 
 def test_names_with_control_characters_never_reach_a_message(tmp_path: Path) -> None:

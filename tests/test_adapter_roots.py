@@ -77,6 +77,14 @@ def test_a_refusal_does_not_say_whether_the_file_exists(root: Path) -> None:
     assert len(messages) == 1
 
 
+def test_a_folder_of_adapters_is_listed_to_those_who_may_look_anywhere(root: Path) -> None:
+    with pytest.raises(AdapterError, match=r"There are adapters inside; give one of them: .*/a"):
+        read_adapter(root)
+    with pytest.raises(AdapterError, match="There is no adapter at") as caught:
+        read_adapter(root, FilePolicy(root=root))
+    assert "/a" not in str(caught.value).replace(str(root), "")
+
+
 def link_folder(root: Path) -> Path:
     (root / "link").symlink_to(root.parent / "outside" / "a")
     return root / "link"

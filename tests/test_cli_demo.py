@@ -229,7 +229,16 @@ def test_a_missing_model_is_said_before_loading(
     assert "no model folder" in message and "Loading" not in message
 
 
-@pytest.mark.parametrize("content", ["[", "[]", '[{"adapter": null}]'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("[", "[]", '[{"adapter": null}]'),
+        *(
+            json.dumps([{"adapter": name, "prompt": "x"}])
+            for name in ("..", "../adapters/sql", "/etc", "", 3, ["sql"])
+        ),
+    ],
+)
 def test_bad_prompts(folder: Path, tmp_path: Path, content: str) -> None:
     (tmp_path / "prompts.json").write_text(content)
     (tmp_path / "heldout.json").write_text("{}")

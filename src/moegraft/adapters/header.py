@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 
 from moegraft.adapters.file_policy import FilePolicy
-from moegraft.adapters.strict_json import parse_json
+from moegraft.adapters.strict_json import count_marks, parse_json
 from moegraft.errors import AdapterError, shown
 
 #: Dtypes that factors may be stored in, under their names in safetensors files.
@@ -101,13 +101,13 @@ def read_header(file: BinaryIO, file_bytes: int, origin: str, policy: FilePolicy
     raw = file.read(length)
     if len(raw) < length or not raw.startswith(b"{"):
         raise bad("its header is no JSON object")
-    values = sum(raw.count(mark) for mark in (b"{", b"[", b",", b":"))
-    if values > _VALUES_PER_TENSOR * policy.max_tensors:
+    values, most = count_marks(raw), _VALUES_PER_TENSOR * policy.max_tensors
+    if values > most:
         raise AdapterError(
             f"{origin} has a header of {values:,} values, more than {policy.max_tensors:,} tensors "
             "need (FilePolicy.max_tensors)."
         )
-    entries, metadata = _plain(raw) or _any(raw, origin)
+    entries, metadata = _plain(raw) or _any(raw, origin, most)
     if len(entries) > policy.max_tensors:
         raise AdapterError(
             f"{origin} holds {len(entries):,} tensors, over the limit of {policy.max_tensors:,} "
@@ -164,10 +164,10 @@ def _plain(raw: bytes) -> tuple[_Entries, dict[str, str]] | None:
     return (entries, metadata) if len(entries) == len(found) else None
 
 
-def _any(raw: bytes, origin: str) -> tuple[_Entries, dict[str, str]]:
+def _any(raw: bytes, origin: str, max_values: int) -> tuple[_Entries, dict[str, str]]:
     """Read any header, and say what is wrong with it."""
     what = f"{origin} is not a readable safetensors file: its header"
-    found = parse_json(raw, what)
+    found = parse_json(raw, what, max_values)
     assert isinstance(found, dict)  # it begins with a brace
     metadata = found.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):

@@ -74,7 +74,8 @@ def read_adapter(
         for name in _PICKLES:
             if is_folder and os.path.isfile(path / name):
                 raise _pickle_error(path / name)
-        inside = _adapters_inside(path)
+        # Who asks for a path inside of a root need not know what else is there.
+        inside = _adapters_inside(path) if policy.root is None else []
         if inside:
             raise AdapterError(
                 f"{path_text(path)} is no adapter folder itself: it has no {WEIGHTS_FILE}. There "

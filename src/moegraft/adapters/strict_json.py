@@ -11,17 +11,20 @@ from moegraft.errors import AdapterError, shown
 
 #: Levels that a document may nest; adapter configs have two or three.
 MAX_DEPTH = 32
-#: Values in one document that comes from memory, where no file's size bounds them.
-MAX_VALUES = 4_000_000
+#: Values of one document: an entry for each of 250,000 modules, and then some.
+MAX_VALUES = 2_000_000
 
 
-def parse_json(raw: bytes, origin: str) -> Any:
+def parse_json(raw: bytes, origin: str, max_values: int = MAX_VALUES) -> Any:
     """Parse a UTF-8 JSON document (a byte order mark is fine).
 
     Raises:
-        AdapterError: no JSON, a key twice in one object, NaN or Infinity, nested too deep, or a
-            number of thousands of digits.
+        AdapterError: no JSON, a key twice in one object, NaN or Infinity, nested too deep, a
+            number of thousands of digits, or more values than ``max_values``. A short text of
+            many values would take a hundred times its bytes.
     """
+    if count_marks(raw) > max_values:
+        raise AdapterError(f"{origin} holds more than {max_values:,} values.")
     try:
         found = json.loads(
             raw.decode("utf-8-sig"), object_pairs_hook=_no_key_twice, parse_constant=_no_constant
@@ -30,21 +33,26 @@ def parse_json(raw: bytes, origin: str) -> Any:
         raise AdapterError(f"{origin} {error}") from None
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{origin} is not readable JSON: {error}.") from error
-    check_depth(found, origin)
+    check_depth(found, origin, max_values)
     return found
 
 
-def check_depth(value: Any, origin: str) -> None:
+def count_marks(raw: bytes) -> int:
+    """Return how many values a JSON text has at most, before anything is made of it."""
+    return sum(raw.count(mark) for mark in (b"{", b"[", b",", b":"))
+
+
+def check_depth(value: Any, origin: str, max_values: int = MAX_VALUES) -> None:
     """Refuse data that nests deeper than any config does, or never ends.
 
     Raises:
-        AdapterError: more than :data:`MAX_DEPTH` levels or :data:`MAX_VALUES` values.
+        AdapterError: more than :data:`MAX_DEPTH` levels or ``max_values`` values.
     """
     level, seen = [value], 0
     for _ in range(MAX_DEPTH + 1):
         seen += len(level)
-        if seen > MAX_VALUES:
-            raise AdapterError(f"{origin} holds more than {MAX_VALUES:,} values.")
+        if seen > max_values:
+            raise AdapterError(f"{origin} holds more than {max_values:,} values.")
         inner: list[Any] = []
         for each in level:
             if isinstance(each, Mapping):

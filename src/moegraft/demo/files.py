@@ -87,8 +87,15 @@ def _read_prompts(path: Path) -> tuple[Prompt, ...]:
     for row in rows:
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
             raise MoegraftError(f"{path}: {row!r} is not {{'adapter': .., 'prompt': ..}}.")
-        found.append(Prompt(row.get("adapter"), row["prompt"]))
+        name = row.get("adapter")
+        if name is not None and not _is_folder_name(name):
+            raise MoegraftError(f"{path}: {name!r} is no name of a folder in the adapters' folder.")
+        found.append(Prompt(name, row["prompt"]))
     return tuple(found)
+
+
+def _is_folder_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
 
 
 def _read_heldout(path: Path) -> dict[str, list[str]]:
