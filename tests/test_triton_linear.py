@@ -158,11 +158,13 @@ def test_one_output_column_and_a_transposed_single_row_are_right() -> None:
     assert_close(row, expected, torch.float32)
 
 
-def test_an_fp32_router_over_a_16_bit_bank_is_right() -> None:
+@TILES
+def test_an_fp32_router_over_a_16_bit_bank_is_right(tile: LinearTile | SplitTile) -> None:
     held = adapters(torch.float16)
     x, out = random_activations(6, 40, torch.float32), torch.zeros(6, 72)
     slots = [0, 2, -1, 4, 5, 1]
-    linear_lora(x, site_table(SITE, held, torch.float16), TokenSlots.of(slots), out)
+    table = site_table(SITE, held, torch.float16)
+    linear_lora_group(x, [table], TokenSlots.of(slots), [out], tile=tile)
     assert_close(out, linear_lora_reference(x, held, slots, 72, torch.float64), torch.float32)
 
 

@@ -1,6 +1,6 @@
 """Stage ``linear_lora``: dense linears that read the same x, in one launch.
 
-Up to :data:`.linear_split.MAX_SPLIT_TOKENS` tokens and common ranks go to :mod:`.linear_split`. Here
+Few tokens of common ranks go to :mod:`.linear_split`, see :func:`.linear_split.choose_split`. Here
 is the kernel for the rest: one program per segment (at most ``BLOCK_M`` tokens of one slot) and
 tile of output columns. It computes the rank vectors ``S = A x`` of its segment itself, so it waits
 for no other program, and adds ``scale * S B`` to its tile. A comes from L2 for all tiles but the
