@@ -83,12 +83,24 @@ CALLS: dict[str, tuple[Call, str]] = {
         "r=a int too large to show is out of range",
     ),
     "update: a list": (lambda g: g.update(A, [1]), "is no mapping of names to tensors"),
-    "update: no name": (lambda g: g.update(["a"], TENSORS), r"\['a'\] is not an adapter|There is no adapter \['a'\]"),
+    "update: no name": (
+        lambda g: g.update(["a"], TENSORS),
+        r"\['a'\] is not an adapter|There is no adapter \['a'\]",
+    ),
     "update: a config": (lambda g: g.update(A, TENSORS, 7), "the config 7 is no mapping"),
     "unload: no name": (lambda g: g.unload([]), r"\[\] is not an adapter|There is no adapter \[\]"),
     "pin: no name": (lambda g: g.pin({}), "There is no adapter"),
     "decoder: text": (lambda g: g.decoder("a", 64), "in whole numbers; got batch_size='a'"),
     "decoder: a fraction": (lambda g: g.decoder(1, 2.5), "max_length=2.5"),
+    "decoder: no memory": (
+        lambda g: g.decoder(10**9, 10**6),
+        "no memory for a decoder of 1,000,000,000 rows of 1,000,000 tokens",
+    ),
+    "load: an endless name": (
+        lambda g: g.load("a" * 10**6, tiny.folder(A)),
+        r"'a{80}\.\.\.' is not",
+    ),
+    "rows: a huge number": (lambda g: g.rows(None, 10**13).__enter__(), "is no number of rows"),
     "decoder: graphs": (lambda g: g.decoder(1, 8, graphs="yes"), "graphs='yes' is not True"),
     "decoder: a list": (lambda g: g.decoder(1, 8).prefill([[1, 2]]), "must be token ids, int64"),
     "decoder: one dimension": (
@@ -170,6 +182,10 @@ def test_a_decoder_goes_on_after_an_argument_was_refused(graft: Graft) -> None:
         ({"arena_bytes": 1e9}, "arena_bytes=1000000000.0 is no number of bytes"),
         ({"max_adapters": "8"}, "num_slots='8'"),
         ({"max_rank": 0}, "max_rank=0"),
+        ({"max_adapters": True}, "num_slots=True"),
+        ({"max_adapters": 10**30}, r"in whole numbers below 2\^31"),
+        ({"arena_bytes": 10**30}, "is no number of bytes"),
+        ({"arena_bytes": 10**16}, "no memory for an arena of 10,000,000,000,000,000 bytes"),
         ({"file_policy": "/srv/adapters"}, "file_policy='/srv/adapters' is no FilePolicy"),
     ],
 )

@@ -9,11 +9,13 @@ from functools import partial
 import torch
 
 from moegraft.adapters.arena import FreeList
+from moegraft.adapters.bank_sizes import check_sizes
 from moegraft.adapters.layer_copies import LayerCopies
 from moegraft.adapters.streams import StreamOrder
-from moegraft.errors import AdapterError, shown
+from moegraft.errors import AdapterError
 from moegraft.factor_table import Arena, SiteTable
 from moegraft.factors import UNIT_BYTES, PackedAdapter, TableLayout, empty_row
+from moegraft.memory import memory_for
 from moegraft.sites import Site
 
 
@@ -46,6 +48,10 @@ class AdapterBank:
         dtype: dtype of the factors; the model's.
         device: where they live.
         arena_bytes: fixed size of the arena; None = grow as adapters come.
+
+    Raises:
+        AdapterError: a size that means nothing.
+        MoegraftError: no memory for the table or the arena.
     """
 
     def __init__(
@@ -58,16 +64,7 @@ class AdapterBank:
         device: torch.device | str = "cpu",
         arena_bytes: int | None = None,
     ) -> None:
-        whole = isinstance(num_slots, int) and isinstance(max_rank, int)
-        if not whole or num_slots < 1 or max_rank < 1:
-            raise AdapterError(
-                "A bank needs at least one slot (max_adapters) and rank 1, in whole numbers; got "
-                f"num_slots={shown(num_slots)}, max_rank={shown(max_rank)}."
-            )
-        if arena_bytes is not None and (not isinstance(arena_bytes, int) or arena_bytes < 0):
-            raise AdapterError(
-                f"arena_bytes={shown(arena_bytes)} is no number of bytes; None = grow as needed."
-            )
+        check_sizes(num_slots, max_rank, arena_bytes)
         self.layout = TableLayout.of(sites)
         self.num_slots = num_slots
         self.max_rank = max_rank
@@ -81,16 +78,17 @@ class AdapterBank:
         #: without that site's adapters must be captured again.
         self.sites_version = 0
         # The bank outlives the inference mode that it may be made in.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), memory_for(f"{num_slots:,} slots (max_adapters)"):
             self._empty = self._pinned(empty_row(self.layout))
             self.table = self._empty.repeat(num_slots, 1).to(self.device)
             self._ranks = self.layout.ranks(self._empty).repeat(num_slots, 1)
-        #: What the table holds, on the host: a flip that fails puts the old row back.
-        self._rows = [self._empty] * num_slots
-        self._regions: list[tuple[int, int] | None] = [None] * num_slots
+            #: What the table holds, on the host: a flip that fails puts the old row back.
+            self._rows = [self._empty] * num_slots
+            self._regions: list[tuple[int, int] | None] = [None] * num_slots
         units = (arena_bytes or 0) // UNIT_BYTES
         self._free = FreeList(units)
-        self._arena = Arena(self._new_arena(units))
+        with memory_for(f"an arena of {units * UNIT_BYTES:,} bytes (arena_bytes)"):
+            self._arena = Arena(self._new_arena(units))
         self._tables = {site.name: self._site_table(site) for site in sites}
 
     def _new_arena(self, units: int) -> torch.Tensor:

@@ -66,7 +66,7 @@ def normalise_rows(
     Raises:
         AdapterError: no list of names, or not as many as there are rows.
     """
-    if not isinstance(num_rows, int) or isinstance(num_rows, bool) or num_rows < 0:
+    if not isinstance(num_rows, int) or isinstance(num_rows, bool) or not 0 <= num_rows < 2**31:
         raise AdapterError(f"num_rows={shown(num_rows)} is no number of rows.")
     if adapters is None or isinstance(adapters, str):
         return (adapters,) * num_rows

@@ -11,7 +11,7 @@ import torch
 
 from moegraft.adapters.layouts import ReadOptions
 from moegraft.adapters.report import BindReport
-from moegraft.errors import AdapterError, shorten
+from moegraft.errors import AdapterError, shorten, shown
 from moegraft.factors import PackedAdapter
 
 
@@ -67,7 +67,7 @@ class ReadAs:
 def check_name(name: str) -> None:
     """Names are labels, never paths; keep them printable and short."""
     if not isinstance(name, str) or not name or len(name) > 256 or not name.isprintable():
-        raise AdapterError(f"{name!r} is not an adapter name: 1 to 256 printable characters.")
+        raise AdapterError(f"{shown(name)} is not an adapter name: 1 to 256 printable characters.")
 
 
 def name_is_taken(name: str, version: int) -> AdapterError:

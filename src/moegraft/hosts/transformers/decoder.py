@@ -15,6 +15,7 @@ from moegraft.graphs import StepRunner
 from moegraft.hosts.transformers.decode import StaticDecode
 from moegraft.hosts.transformers.limits import why_not_static
 from moegraft.hosts.transformers.state import StepState
+from moegraft.memory import memory_for
 from moegraft.types import TokenSlots
 
 #: Caches are multiples of this many tokens: attention kernels want aligned masks.
@@ -51,9 +52,9 @@ class Decoder:
         runner: type[StepRunner],
     ) -> None:
         whole = all(type(size) is int for size in (batch_size, max_length))
-        if not whole or batch_size < 1 or max_length < 2:
+        if not whole or not 1 <= batch_size < 2**31 or not 2 <= max_length < 2**31:
             raise MoegraftError(
-                "A decoder needs at least one row and two tokens, in whole numbers; got "
+                "A decoder needs at least one row and two tokens, in whole numbers below 2^31; got "
                 f"batch_size={shown(batch_size)}, max_length={shown(max_length)}."
             )
         reason = why_not_static(model)
@@ -70,7 +71,8 @@ class Decoder:
         self._held = ExitStack()
         self._length = 0
         parameter = next(model.parameters())
-        with torch.inference_mode(False):
+        what = f"a decoder of {batch_size:,} rows of {max_length:,} tokens"
+        with torch.inference_mode(False), memory_for(what):
             self._tokens = torch.zeros(
                 batch_size, max_length, dtype=torch.int64, device=parameter.device
             )
