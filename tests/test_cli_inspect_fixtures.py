@@ -29,6 +29,7 @@ LAYOUTS = {
     "unsloth_marked": ("peft_fused", "Unsloth, with PEFT 0.21.2"),
     "unsloth_rank_major": ("peft_fused", "Unsloth, with PEFT 0.21.2"),
     "per_expert": ("per_expert", UNKNOWN),
+    "tinker_per_expert": ("per_expert", UNKNOWN),
     "mixed": ("per_expert, per_projection", UNKNOWN),
     "shared_2d": ("per_projection", "VeOmni"),
 }
@@ -53,7 +54,7 @@ def inspect(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 
 
 def test_every_fixture_is_inspected() -> None:
-    assert len(ADAPTERS) == len(tiny.ALL_CASES) + 41
+    assert len(ADAPTERS) == len(tiny.ALL_CASES) + 44
 
 
 @pytest.mark.parametrize("case", ADAPTERS)
