@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 import tiny
-from moegraft.adapters import read_adapter
+from moegraft.adapters import read_adapter, tensor_file
 from moegraft.adapters import safe_open as opening
 from moegraft.adapters.file_policy import FilePolicy
+from moegraft.adapters.header import Header
 from moegraft.errors import AdapterError
 
 CASE = "peft/0.21.2/qwen3_moe/experts"
@@ -222,38 +223,34 @@ def test_devices_and_folders_in_place_of_files_are_refused(root: Path) -> None:
         read_adapter("/dev/zero")
 
 
-def test_a_file_that_is_written_to_while_it_is_read_is_refused(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from moegraft.adapters import tensor_file
+def lengthen(path: Path, header: Header) -> None:
+    with open(path, "ab") as file:
+        file.write(b"more")
 
+
+def cut(path: Path, header: Header) -> None:
+    os.truncate(path, header.data_begin + 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(lengthen, "was written to while it was read"), (cut, r"it ended after [\d,]+ of")],
+)
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    root: Path,
+    change: Callable[[Path, Header], None],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     original = tensor_file.read_header
 
-    def write_meanwhile(*args: Any) -> Any:
+    def change_meanwhile(*args: Any) -> Header:
         found = original(*args)
-        with open(root / "a" / WEIGHTS, "ab") as file:
-            file.write(b"more")
+        change(root / "a" / WEIGHTS, found)
         return found
 
-    monkeypatch.setattr(tensor_file, "read_header", write_meanwhile)
-    with pytest.raises(AdapterError, match="was written to while it was read"):
-        read_adapter(root / "a")
-
-
-def test_a_file_that_is_cut_while_it_is_read_is_refused(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from moegraft.adapters import tensor_file
-
-    original = tensor_file.read_header
-
-    def cut_meanwhile(*args: Any) -> Any:
-        found = original(*args)
-        os.truncate(root / "a" / WEIGHTS, found.data_begin + 5)
-        return found
-
-    monkeypatch.setattr(tensor_file, "read_header", cut_meanwhile)
-    with pytest.raises(AdapterError, match=r"it ended after [\d,]+ of"):
+    monkeypatch.setattr(tensor_file, "read_header", change_meanwhile)
+    with pytest.raises(AdapterError, match=message):
         read_adapter(root / "a")
 
 

@@ -6,9 +6,6 @@ import ast
 import json
 import pickle
 import shutil
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from safetensors.torch import save_file
 
 import moegraft
 import tiny
+from audit import adapter_files, what_happens
 from moegraft.adapters import read_adapter
 from moegraft.errors import AdapterError
 from test_host_lifecycle import A, assert_generates
@@ -28,26 +26,6 @@ SOURCE = Path(moegraft.__file__).parent
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "joblib", "cloudpickle", "marshal", "shelve"}
 CALLS = {("torch", "load"), ("numpy", "load"), ("np", "load"), ("yaml", "load")}
 BUILT_INS = {"eval", "exec", "compile", "__import__"}
-
-_EVENTS: list[list[tuple[str, str]]] = []
-
-
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if _EVENTS and event in ("open", "socket.connect", "socket.getaddrinfo", "subprocess.Popen"):
-        _EVENTS[-1].append((event, str(arguments[0])))
-
-
-sys.addaudithook(_note)
-
-
-@contextmanager
-def what_happens() -> Iterator[list[tuple[str, str]]]:
-    """Note files, connections and processes of the block."""
-    _EVENTS.append([])
-    try:
-        yield _EVENTS[-1]
-    finally:
-        _EVENTS.pop()
 
 
 def test_no_code_of_the_package_can_unpickle_or_evaluate_a_file() -> None:
@@ -108,10 +86,7 @@ def test_what_a_config_names_is_never_opened_or_fetched(tmp_path: Path, base: st
     with what_happens() as events:
         graft.load("x", folder)
     assert [event for event, _ in events if event != "open"] == []
-    assert {Path(what).name for event, what in events if "adapter" in what} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
+    assert adapter_files(events) == ["adapter_config.json", "adapter_model.safetensors"]
     assert not [what for _, what in events if base in what]
     assert_generates(graft, ["x", None], [A, None])
     graft.detach()

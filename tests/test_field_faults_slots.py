@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import tiny
+from audit import adapter_files, what_happens
 from moegraft.errors import AdapterError
 from moegraft.hosts.transformers import Graft
 from moegraft.testing import assert_bit_equal
 from test_host_lifecycle import A, B, C, assert_generates, at_step
 from tiny_grafts import generate, load_cases, new_graft, prompts
-
-#: Audit hooks stay for good, so there is one, and it asks here what to note.
-_NOTED: list[list[str]] = []
-
-
-def _note_opens(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and _NOTED:
-        for noted in _NOTED:
-            noted.append(str(arguments[0]))
-
-
-sys.addaudithook(_note_opens)
-
-
-@contextmanager
-def opened_files() -> Iterator[list[str]]:
-    """Note every file that anything opens within the block."""
-    _NOTED.append([])
-    try:
-        yield _NOTED[-1]
-    finally:
-        _NOTED.pop()
 
 
 @pytest.fixture
@@ -55,12 +32,11 @@ def test_a_replaced_adapter_is_read_once_not_at_every_step(graft: Graft, tmp_pat
     folder = tmp_path / "adapter"
     shutil.copytree(tiny.folder(A), folder)
     graft.load("x", folder)
-    with opened_files() as opened:
+    with what_happens() as events:
         graft.load("x", folder)
         generate(graft, prompts(2), adapters=["x", None], max_new_tokens=10)
         graft.forward(**prompts(2), adapters="x")
-    reads = [Path(path).name for path in opened if "adapter_" in path]
-    assert sorted(reads) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert adapter_files(events) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -158,9 +134,9 @@ def test_an_adapter_of_tensors_is_served_again_after_its_eviction(graft: Graft) 
     load_cases(graft, [A, B])
     assert_generates(graft, [A, B], [A, B])
     assert graft.store.info("live").slot is None
-    with opened_files() as opened:
+    with what_happens() as events:
         assert_generates(graft, ["live", None], [C, None])
-    assert not [path for path in opened if "safetensors" in path and "adapter" in path]
+    assert adapter_files(events) == []
 
 
 def test_unload_and_reload_at_every_step_keep_slots_and_serve_each_steps_values(
