@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from moegraft.errors import AdapterError
+from moegraft.adapters.header import LARGEST, MAX_DIMS
+from moegraft.errors import AdapterError, shown
 
 _DTYPES = {
     name: dtype
@@ -93,19 +94,22 @@ def _entry(
 ) -> tuple[int, tuple[int, ...], torch.dtype]:
     """Return an entry's offset, shape and dtype, checked by themselves."""
     if not isinstance(name, str):
-        raise AdapterError(f"{origin}: the index holds {name!r}, which is no tensor name.")
+        raise AdapterError(f"{origin}: the index holds {shown(name)}, which is no tensor name.")
     if not isinstance(entry, (tuple, list)) or len(entry) not in (2, 3):
         raise AdapterError(
-            f"{origin}: {name!r} is {entry!r}; (offset, shape) or (offset, shape, dtype) is needed."
+            f"{origin}: {shown(name)} is {shown(entry)}; (offset, shape) or (offset, shape, dtype) "
+            "is needed."
         )
     offset, shape = entry[0], entry[1]
     sizes: list[Any] = list(shape) if isinstance(shape, (tuple, list)) else [None]
     for number in (offset, *sizes):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        if type(number) is not int or not 0 <= number < LARGEST:
             raise AdapterError(
-                f"{origin}: {name!r} has offset {offset!r} and shape {shape!r}; whole numbers from "
-                "0 on are needed."
+                f"{origin}: {shown(name)} has offset {shown(offset)} and shape {shown(shape)}; "
+                "whole numbers from 0 on are needed, below 2^62."
             )
+    if len(sizes) > MAX_DIMS or math.prod(max(size, 1) for size in sizes) >= LARGEST:
+        raise AdapterError(f"{origin}: {shown(name)} has the shape {shown(shape)}.")
     return offset, tuple(sizes), _dtype(name, entry[2:], buffer.dtype, origin)
 
 
@@ -115,8 +119,8 @@ def _dtype(name: str, given: Sequence[Any], held: torch.dtype, origin: str) -> t
         found = _DTYPES.get(str(given[0]))
         if found is None:
             raise AdapterError(
-                f"{origin}: {name!r} is said to be {given[0]!r}; factors must be float32, bfloat16 "
-                "or float16."
+                f"{origin}: {name!r} is said to be {shown(given[0])}; factors must be float32, "
+                "bfloat16 or float16."
             )
         dtype = found
     if dtype == torch.uint8:

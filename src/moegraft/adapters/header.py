@@ -30,11 +30,11 @@ _METADATA = re.compile(rb'{"__metadata__":({"[\w.-]+":"[\w.-]*"}),')
 #: name -> dtype, sizes, begin, end
 _Entries = dict[str, tuple[bytes, bytes, int, int]]
 #: Dimensions of a tensor; factors have two or three.
-_MAX_DIMS = 8
+MAX_DIMS = 8
 #: Names are shown in messages and split at dots; the longest real ones have about 150 characters.
 _MAX_NAME = 1000
 #: torch counts elements and bytes in signed 64 bits.
-_LARGEST = 1 << 62
+LARGEST = 1 << 62
 #: Values of the header (numbers, names, lists) per tensor that it may hold.
 _VALUES_PER_TENSOR = 12
 
@@ -218,14 +218,14 @@ def _kind(
         raise wrong_dtype(origin, name, shown(dtype_name))
     shape = parse_json(f"[{sizes}]".encode(), f"{origin}: the shape of {name}")
     widest = math.prod(max(size, 1) for size in shape)
-    if len(shape) > _MAX_DIMS or widest >= _LARGEST:
+    if len(shape) > MAX_DIMS or widest >= LARGEST:
         raise AdapterError(f"{origin}: {name} has the shape {shown(shape)}.")
     return dtype, tuple(shape), math.prod(shape) * dtype.itemsize
 
 
 def _are_sizes(values: object) -> bool:
     """True for a list of whole numbers from 0 on that torch can count with."""
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < _LARGEST for v in values)
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < LARGEST for v in values)
 
 
 def _cover(tensors: Mapping[str, StoredTensor], data_bytes: int) -> str:

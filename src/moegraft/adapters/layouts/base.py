@@ -12,7 +12,7 @@ import torch
 from moegraft.adapters.only import checked_parts
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
-from moegraft.errors import AdapterError
+from moegraft.errors import AdapterError, shown
 from moegraft.types import SiteFactors
 
 #: Names of an expert's projections in files: those of most models, and Mixtral's.
@@ -53,13 +53,13 @@ class ReadOptions:
         if isinstance(skip, str):  # one pattern; its letters would match nearly everything
             object.__setattr__(self, "skip", (skip,))
         elif not isinstance(skip, Collection) or not all(isinstance(p, str) for p in skip):
-            raise AdapterError(f"skip={skip!r} must be a list of regular expressions.")
+            raise AdapterError(f"skip={shown(skip)} must be a list of regular expressions.")
         for pattern in self.skip:
             try:
                 re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as error:
                 raise AdapterError(
-                    f"skip {pattern!r} is not a regular expression: {error}."
+                    f"skip {shown(pattern)} is not a regular expression: {error}."
                 ) from error
         _check_choice("orientation", self.orientation, ("normal", "swapped"))
         _check_choice("expert_b_layout", self.expert_b_layout, ("rank_major", "grouped_by_expert"))
@@ -67,7 +67,7 @@ class ReadOptions:
 
 def _check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
     if value is not None and value not in choices:
-        raise AdapterError(f"{name}={value!r} is not one of {', '.join(choices)}.")
+        raise AdapterError(f"{name}={shown(value)} is not one of {', '.join(choices)}.")
 
 
 @dataclass

@@ -35,7 +35,7 @@ import torch
 from moegraft.adapters.layouts.base import LayoutResult, ReadOptions, missing_partner, pair_up
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
-from moegraft.errors import count
+from moegraft.errors import count, shown
 from moegraft.sites import Site
 from moegraft.types import LoraFactor, SiteFactors
 
@@ -242,7 +242,7 @@ class PeftFused:
             mapping = source.config.raw.get("auto_mapping")
             if marker is not None:
                 result.notes.append(
-                    f"lora_B_layout={marker!r} is unknown; PEFT's order was assumed"
+                    f"lora_B_layout={shown(marker)} is unknown; PEFT's order was assumed"
                 )
             elif isinstance(mapping, dict) and mapping.get("unsloth_fixed"):
                 result.notes.append(
