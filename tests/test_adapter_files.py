@@ -76,7 +76,7 @@ def swapped_form(tensors: dict[str, torch.Tensor], num_experts: int) -> dict[str
 
 
 def test_the_fixtures_are_all_there() -> None:
-    assert len(tiny.SERVED_CASES) == 32
+    assert len(tiny.SERVED_CASES) == 34
     assert {*tiny.REFUSED_CASES, *tiny.VECTOR_CASES} < set(tiny.ALL_CASES)
 
 

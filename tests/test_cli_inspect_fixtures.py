@@ -41,6 +41,8 @@ def expected(case: str) -> tuple[str, str, str]:
     parts = case.split("/")
     if parts[0] == "layouts":
         return (parts[1], *LAYOUTS.get(parts[3], _STACKED))
+    if parts[0] == "veomni":
+        return parts[1], "per_projection", "VeOmni"
     if parts[0] == "per_expert":
         return parts[1], "per_expert", UNKNOWN
     experts = any(".experts." in key for key in tiny.tensors_of(case))
