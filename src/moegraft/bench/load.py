@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -38,7 +38,6 @@ from moegraft.gc_pause import gc_paused
 from moegraft.packing import pack_adapter
 
 Say = Callable[[str], None]
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -136,23 +135,25 @@ class LoadBench:
 
     def files(self) -> Iterator[records.Record]:
         """From the page cache to host memory: the bare read, a load without checks, a load."""
-        runs: dict[str, list[float]] = {"read": [], "read again": [], "unchecked": [], "load": []}
+        runs: dict[str, list[_Spent]] = {"read": [], "read again": [], "unchecked": [], "load": []}
         for _ in range(self.options.repeats + 1):  # the first one warms up
-            runs["read"].append(self._timed(self._read)[0])
+            runs["read"].append(_spent(self._read))
             runs["read again"].append(self._read_again())
-            seconds, packed = self._timed(self.packed)
-            runs["unchecked"].append(seconds)
-            del packed
-            runs["load"].append(self._timed(self.load)[0])
-        fastest = {part: min(seconds[1:]) for part, seconds in runs.items()}
-        read = fastest["read"]
+            runs["unchecked"].append(_spent(self.packed))
+            runs["load"].append(_spent(self.load))
+        fastest = {part: min(found[1:]) for part, found in runs.items()}
+        cpu = {part: min(run.cpu for run in found[1:]) for part, found in runs.items()}
+        read = fastest["read"].seconds
         for part, bar in (("read", None), ("read again", None), ("unchecked", 2.0), ("load", 3.0)):
+            seconds = fastest[part].seconds
             yield {
                 "part": part,
-                "seconds": fastest[part],
-                "all_seconds": runs[part][1:],
-                "gb_s": self.num_bytes / fastest[part] / 1e9,
-                **({} if bar is None else compared(fastest[part], read, "the read", bar)),
+                "seconds": seconds,
+                "all_seconds": [run.seconds for run in runs[part][1:]],
+                "cpu_seconds": cpu[part],
+                "cpu_ratio": cpu[part] / cpu["read"],
+                "gb_s": self.num_bytes / seconds / 1e9,
+                **({} if bar is None else compared(seconds, read, "the read", bar)),
             }
 
     def load(self) -> None:
@@ -192,11 +193,11 @@ class LoadBench:
         """Get memory and read the file into it once; large blocks begin at a page."""
         self._fill(self._memory())
 
-    def _read_again(self) -> float:
-        """Return the seconds of a read into memory that is in use already."""
+    def _read_again(self) -> _Spent:
+        """Return what a read into memory that is in use already takes."""
         memory = self._memory()
         self._fill(memory)
-        return self._timed(lambda: self._fill(memory))[0]
+        return _spent(lambda: self._fill(memory))
 
     def _fill(self, memory: torch.Tensor) -> None:
         with self.file.open("rb", buffering=0) as file:
@@ -217,12 +218,22 @@ class LoadBench:
         bank = self.bank
         return pack_adapter(bound.factors, bank.layout, bank.dtype, bank.pins, source.memory)
 
-    @staticmethod
-    def _timed(run: Callable[[], _Result]) -> tuple[float, _Result]:
-        gc.collect()
-        start = time.perf_counter()
-        result = run()
-        return time.perf_counter() - start, result
+
+class _Spent(NamedTuple):
+    """What a run took: by the clock, and of all threads together."""
+
+    seconds: float
+    cpu: float
+
+
+def _spent(run: Callable[[], object]) -> _Spent:
+    """Run it, with the garbage of before out of the way; what it returns is dropped."""
+    gc.collect()
+    start, cpu = time.perf_counter(), time.process_time()
+    result = run()
+    found = _Spent(time.perf_counter() - start, time.process_time() - cpu)
+    del result
+    return found
 
 
 def compared(seconds: float, base: float, name: str, bar: float) -> records.Record:
