@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import moegraft
 from moegraft.testing import assert_close
-from parallel_hosts import CONFIG, MODES, adapters_for, sharded_model
+from parallel_hosts import CONFIG, MODES, adapters_for, merged, sharded_model, whole_model
 from tiny_grafts import prompts
 
 
@@ -107,3 +107,37 @@ def vectors_are_refused(rank: int, folder: Path, mode: str) -> None:
         else:
             raise AssertionError(f"{key} was taken, and would count once per rank")
     assert not graft.adapters
+
+
+def ranks_that_differ(rank: int, folder: Path) -> list[str]:
+    """Batches that only one rank could run; returns what each rank is told."""
+    graft = moegraft.attach(sharded_model(folder, "tp and ep"), max_adapters=2)
+    adapters = adapters_for(graft.spec)
+    for name in ("down", "attention"):
+        graft.load_tensors(name, adapters[name], CONFIG)
+    if rank == 1:
+        graft.load_tensors("half", adapters["half"], CONFIG)
+    inputs = prompts(2)
+    found = []
+
+    def refused(rows: Any) -> None:
+        try:
+            graft.forward(**inputs, adapters=rows)
+        except moegraft.AdapterError as error:
+            found.append(str(error))
+        else:
+            raise AssertionError(f"{rows} ran on rank {rank}")
+
+    refused(["half", None])  # rank 0 has no such adapter
+    refused(["down", "attention"] if rank else ["attention", "down"])
+    refused(["down"] if rank == 0 else ["down", None])  # one entry too few on rank 0
+    # Nothing of it stays: the same batch runs, whatever slots the ranks gave out meanwhile.
+    logits = graft.forward(**inputs, adapters=["attention", "down"]).logits
+    whole = whole_model(folder)
+    for row, name in enumerate(("attention", "down")):
+        one = {key: value[row : row + 1] for key, value in inputs.items()}
+        mask = one["attention_mask"][0].bool()
+        with torch.no_grad():
+            expected = merged(whole, graft.spec, adapters[name])(**one).logits
+        assert_close(logits[row : row + 1][:, mask], expected[:, mask], torch.float32)
+    return found

@@ -77,3 +77,13 @@ def test_what_is_sharded_decodes_without_graphs(folder: Path) -> None:
 @pytest.mark.parametrize("mode", ["tp", "tp and ep"])
 def test_what_is_not_sliced_is_refused_by_name(folder: Path, mode: str) -> None:
     shared(2).run(refusals.vectors_are_refused, folder, mode)
+
+
+def test_a_batch_that_one_rank_can_not_run_is_refused_on_all(folder: Path) -> None:
+    first, second = shared(2).run(refusals.ranks_that_differ, folder)
+    assert "no adapter 'half'" in first[0]
+    assert "Rank 0 can't run this batch, so no rank does" in second[0]
+    assert "no adapter 'half'" in second[0]
+    assert "all ranks must run the same batch" in first[1]
+    assert "all ranks must run the same batch" in second[1]
+    assert "so no rank does" in second[2] and first[2] in second[2]

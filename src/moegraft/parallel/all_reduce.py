@@ -19,7 +19,7 @@ Reduce = Callable[[torch.Tensor], None]
 
 
 class AllReduceMoe:
-    """A MoE layer whose ranks all have the same tokens, ids, weights and slots.
+    """A MoE layer whose ranks all have the same tokens, ids, weights and adapters.
 
     No sizes are exchanged and nothing is read on the host, so it can be captured in a CUDA graph.
     Capture a call on every rank, and replay on every rank, in the same order.
@@ -32,8 +32,8 @@ class AllReduceMoe:
     Args:
         parallel: the ranks, agreed upon.
         weights: this rank's slice.
-        table: this rank's factors. An adapter must be in the same slot on all ranks: load, use and
-            unload the same adapters in the same order everywhere.
+        table: this rank's factors. Slots are this rank's own: an adapter may be in another one on
+            another rank, as long as each rank's tokens carry its own slots.
         buffer: ``[max_tokens, H]`` for results, in the activations' dtype; None = new tensors.
         reduce: adds the partial sums; None = ``torch.distributed.all_reduce`` over
             ``parallel.groups.whole``.

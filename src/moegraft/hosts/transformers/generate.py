@@ -13,9 +13,11 @@ from moegraft.adapters import AdapterBank, AdapterStore
 from moegraft.adapters.batch import RowSlots, normalise_rows, slots_of
 from moegraft.errors import AdapterError, MoegraftError, UnsupportedError, shown
 from moegraft.graphs import StepRunner
+from moegraft.hosts.transformers.agreement import HeldRows, agreed
 from moegraft.hosts.transformers.decoder import Decoder
 from moegraft.hosts.transformers.graphed import GraphedGenerate
 from moegraft.hosts.transformers.state import StepState
+from moegraft.parallel import RankShards
 
 Adapters = str | None | Sequence[str | None]
 
@@ -27,6 +29,7 @@ class Generation:
     store: AdapterStore
     bank: AdapterBank
     _state: StepState
+    _shards: RankShards | None
     #: None where decoding can't be captured: on a CPU.
     _graphed: GraphedGenerate | None = None
 
@@ -123,11 +126,17 @@ class Generation:
         Call the attached model itself: a part of it, called alone, raises.
         """
         self._check_attached()
+        hold = self._hold(adapters, num_rows)
+        with hold if self._shards is None else agreed(hold) as held:
+            device = next(self.model.parameters()).device
+            with self._state.use_rows(RowSlots(slots_of(held.names, held.slots), device)):
+                yield
+
+    @contextmanager
+    def _hold(self, adapters: Adapters, num_rows: int) -> Iterator[HeldRows]:
         names = normalise_rows(adapters, num_rows)
         with self.store.use(names, by_layer=True) as slot_of:
-            device = next(self.model.parameters()).device
-            with self._state.use_rows(RowSlots(slots_of(names, slot_of), device)):
-                yield
+            yield HeldRows(names, slot_of)
 
     def _check_attached(self) -> None:
         raise NotImplementedError
