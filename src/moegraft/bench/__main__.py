@@ -10,6 +10,12 @@ from pathlib import Path
 
 from moegraft.bench import commands
 from moegraft.bench.options import AUTO, DECODE_TOKENS, decode_requests, suite_requests
+from moegraft.bench.prefill_options import (
+    PREFILL_TOKENS,
+    SEQUENCES,
+    prefill_requests,
+    prefill_suite,
+)
 from moegraft.errors import MoegraftError
 
 
@@ -34,6 +40,23 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--plot", type=Path)
     one.add_argument("--json", action="store_true")
     one.set_defaults(run=_decode)
+
+    six = found.add_parser("prefill", help="one MoE layer at prefill sizes")
+    six.add_argument("--model", action="append", help="name or E,H,I,K; may be repeated")
+    six.add_argument("--tokens", default=PREFILL_TOKENS)
+    six.add_argument("--rank", default="16")
+    six.add_argument("--adapters", default="8", help="adapters live in the batch")
+    six.add_argument("--slots", type=int, default=8)
+    six.add_argument("--kind", default="separate")
+    six.add_argument("--batch", default=SEQUENCES, help="sequences, interleaved, one, base")
+    six.add_argument("--modes", default=AUTO)
+    six.add_argument("--suite", help="record or quick, in place of the options above")
+    six.add_argument("--repeats", type=int, default=20)
+    six.add_argument("--commit")
+    six.add_argument("--out", type=Path)
+    six.add_argument("--plot", type=Path)
+    six.add_argument("--json", action="store_true")
+    six.set_defaults(run=_prefill)
 
     two = found.add_parser("plot", help="pictures of records")
     two.add_argument("records", type=Path, nargs="+")
@@ -121,6 +144,17 @@ def _decode(a: argparse.Namespace) -> commands.Result:
     return commands.decode(
         requests, repeats=a.repeats, cold=a.cold, commit=a.commit, out=a.out, plot=a.plot
     )
+
+
+def _prefill(a: argparse.Namespace) -> commands.Result:
+    models = a.model or ["q30", "q35"]
+    if a.suite:
+        requests = prefill_suite(a.suite, models)
+    else:
+        requests = prefill_requests(
+            models, a.tokens, a.rank, a.adapters, a.slots, a.kind, a.batch, a.modes
+        )
+    return commands.prefill(requests, repeats=a.repeats, commit=a.commit, out=a.out, plot=a.plot)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

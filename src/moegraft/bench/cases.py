@@ -241,6 +241,7 @@ def rotated_ids(
     bytes_per_expert: int,
     distance: int,
     generator: torch.Generator,
+    at_least: int = _MIN_SETS,
 ) -> tuple[torch.Tensor, ...]:
     """Draw random routings that, run over and over, come back to an expert late.
 
@@ -248,8 +249,8 @@ def rotated_ids(
     time ago. So the number of touched experts, and of tokens per expert, stays what it would be.
 
     Returns:
-        int32 ``[T, K]`` sets; more of them while fewer than ``distance`` bytes lie between two
-        uses, up to 32.
+        int32 ``[T, K]`` sets, ``at_least`` so many; more of them while fewer than ``distance``
+        bytes lie between two uses, up to 32, and while sets leave experts out.
     """
     order = torch.randperm(experts, generator=generator).tolist()
     found: list[torch.Tensor] = []
@@ -262,7 +263,10 @@ def rotated_ids(
         rename[drawn] = shuffled.int()
         found.append(rename[ids])
         order = order[len(oldest) :] + oldest
-        if len(found) >= _MIN_SETS and _enough(found, experts, bytes_per_expert, distance):
+        everything = drawn.numel() == experts  # then each set uses all experts: no distance to gain
+        if len(found) >= at_least and (
+            everything or _enough(found, experts, bytes_per_expert, distance)
+        ):
             break
     return tuple(found)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from moegraft.bench import records
 from moegraft.bench.options import DecodeRequest, decode_requests, parse_ints
+from moegraft.bench.prefill_options import PrefillRequest
 from moegraft.errors import MoegraftError
 
 Say = Callable[[str], None]
@@ -82,6 +83,51 @@ def decode(
             say(decode_line(record))
     document: dict[str, Any] = {"records": records.rounded(found), "wrong": wrong(found)}
     text = decode_table(found)
+    if plot is not None:
+        from moegraft.bench.plot import plot_decode
+
+        pictures = [str(path) for path in plot_decode(found, plot)]
+        document["pictures"] = pictures
+        text += "\nPictures: " + ", ".join(pictures)
+    return Result(document, text, exit_code=1 if document["wrong"] else 0)
+
+
+def prefill(
+    requests: Sequence[PrefillRequest],
+    *,
+    repeats: int = 20,
+    commit: str | None = None,
+    out: Path | None = None,
+    plot: Path | None = None,
+) -> Result:
+    """Measure prefill requests; write records as they come, and pictures at the end.
+
+    Raises:
+        MoegraftError: no GPU, too little memory, or a file that can't be written.
+    """
+    from moegraft.bench.decode import wrong
+    from moegraft.bench.harness import require_gpu
+    from moegraft.bench.plot import check_picture
+    from moegraft.bench.prefill import PrefillSettings, run_prefill
+    from moegraft.bench.prefill_report import prefill_table
+    from moegraft.bench.report import decode_line
+
+    if repeats < 1:
+        raise MoegraftError(f"--repeats must be at least 1, got {repeats}.")
+    device = require_gpu()
+    if plot is not None:
+        check_picture(plot)
+    if out is not None:
+        records.check_writable(out)
+    found: list[records.Record] = []
+    with progress() as say:
+        for record in run_prefill(requests, device, PrefillSettings(repeats, commit), say):
+            found.append(record)
+            if out is not None:
+                records.append(out, record)
+            say(decode_line(record))
+    document: dict[str, Any] = {"records": records.rounded(found), "wrong": wrong(found)}
+    text = prefill_table(found)
     if plot is not None:
         from moegraft.bench.plot import plot_decode
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -20,15 +20,18 @@ from moegraft.bench.cases import (
     make_case,
 )
 from moegraft.bench.harness import MachineLimits, Timer, l2_bytes, measure_limits
-from moegraft.bench.layer_runs import CheckedRun, Expected, LayerRun, WrongResultError, cold_us
+from moegraft.bench.layer_runs import (
+    CheckedBase,
+    CheckedRun,
+    Expected,
+    LayerRun,
+    WrongResultError,
+    checked_mode,
+    cold_us,
+)
 from moegraft.bench.options import AUTO, DecodeRequest
 from moegraft.bench.peers import grouped_mm_seconds, live_peers, peers_of
-from moegraft.call import Mode
-from moegraft.errors import PlanError
-from moegraft.testing.compare import assert_bit_equal
-
-#: Modes that must give the same bits.
-_TWINS = (("in_kernel", "fused_serial"), ("two_stream", "serial"))
+from moegraft.bench.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -79,32 +82,8 @@ def measure_case(
 ) -> records.Record:
     """Check and time one case; returns the part of the record that is its own."""
     request, traffic = case.request, case.traffic()
-    shape = request.shape
-    limit = {
-        "base": limits.seconds(traffic.base_bytes, traffic.base_flops) * 1e6,
-        "lora": 1e6
-        * limits.seconds(
-            traffic.base_bytes + traffic.factor_bytes, traffic.base_flops + traffic.lora_flops
-        ),
-    }
-    mine: dict[str, Any] = {
-        "model": shape.name,
-        "shape": [shape.num_experts, shape.hidden, shape.intermediate, shape.top_k],
-        "tokens": request.tokens,
-        "rank": request.rank,
-        "adapters": request.live,
-        "live": len(case.live),
-        "slots": request.slots,
-        "kind": request.kind,
-        "input_sets": len(case.sets),
-        "reuse_bytes": case.reuse_bytes(),
-        "traffic": traffic.record(),
-        "limit_us": limit,
-        "modes": {},
-        "peers": peers_of(
-            shape.name, request.tokens, request.rank, request.live, request.kind, limits.copy
-        ),
-    }
+    limit = limits_us(limits, traffic)
+    mine = {**case_record(case, limits), "traffic": traffic.record(), "limit_us": limit}
     expected = Expected(case)
     try:
         base = mine["base"] = _measure_base(case, expected, timer, cold)
@@ -127,21 +106,43 @@ def measure_case(
     return mine
 
 
+def limits_us(limits: MachineLimits, traffic: Traffic) -> dict[str, float]:
+    """Return the least microseconds of a layer without and with the adapters."""
+    base, both = traffic.base_bytes, traffic.base_bytes + traffic.factor_bytes
+    return {
+        "base": limits.seconds(base, traffic.base_flops) * 1e6,
+        "lora": limits.seconds(both, traffic.base_flops + traffic.lora_flops) * 1e6,
+    }
+
+
+def case_record(case: DecodeCase, limits: MachineLimits) -> dict[str, Any]:
+    """Return what a record says of a case before anything ran, with the stored peers."""
+    request, shape = case.request, case.request.shape
+    return {
+        "model": shape.name,
+        "shape": [shape.num_experts, shape.hidden, shape.intermediate, shape.top_k],
+        "tokens": request.tokens,
+        "rank": request.rank,
+        "adapters": request.live,
+        "live": len(case.live),
+        "slots": request.slots,
+        "kind": request.kind,
+        "input_sets": len(case.sets),
+        "reuse_bytes": case.reuse_bytes(),
+        "modes": {},
+        "peers": peers_of(
+            shape.name, request.tokens, request.rank, request.live, request.kind, limits.copy
+        ),
+    }
+
+
 def _measure_base(case: DecodeCase, expected: Expected, timer: Timer, cold: bool) -> dict[str, Any]:
     """Check and time the layer made for no adapters."""
-    run = LayerRun.of_layer(case, "base", lora=False)
-    eager = run.call(0).clone()
-    try:
-        checked = expected.check_base(eager)
-        replay = timer.capture(run)
-        replay()
-        assert_bit_equal(run.outs[0], eager, "the graph and the eager call")
-    except AssertionError as error:
-        raise WrongResultError(f"{case.request.title()}, base: {error}") from error
-    found: dict[str, Any] = timer.measure(replay, len(case.sets)).record()
+    base = CheckedBase(LayerRun.of_layer(case, "base", lora=False), expected, timer)
+    found: dict[str, Any] = timer.measure(base.replay, len(case.sets)).record()
     if cold:
-        found["cold_us"] = cold_us(run, timer)
-    return {**found, "checked": checked, "plan": run.plan}
+        found["cold_us"] = cold_us(base.run, timer)
+    return {**found, "checked": base.checked, "plan": base.run.plan}
 
 
 def _measure_mode(
@@ -153,24 +154,9 @@ def _measure_mode(
     runs: dict[str, CheckedRun],
 ) -> tuple[str, dict[str, Any]]:
     """Check and time one mode; returns its name and figures, or ``note`` or ``error``."""
-    try:
-        run = LayerRun.of_layer(case, None if wanted == AUTO else cast(Mode, wanted))
-    except PlanError as error:
-        return wanted, {"note": str(error)}
-    name = run.name
-    try:
-        checked = CheckedRun(run, expected, timer)
-        for pair in _TWINS:
-            twin = next((m for m in pair if m != name and name in pair), None)
-            if twin in runs:
-                try:
-                    assert_bit_equal(checked.eager, runs[twin].eager, f"{name} and {twin}")
-                except AssertionError as error:
-                    raise WrongResultError(f"{case.request.title()}: {error}") from error
-                checked.checked["bits"] += f"; equals {twin}"
-    except WrongResultError as error:
-        return name, {"error": str(error)}
-    runs[name] = checked
+    name, checked = checked_mode(case, wanted, expected, timer, runs)
+    if not isinstance(checked, CheckedRun):
+        return name, checked
     found = checked.measure(cold)
     if wanted == AUTO:
         found["chosen"] = True

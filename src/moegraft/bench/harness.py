@@ -5,18 +5,22 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from moegraft.errors import MoegraftError
 
 Run = Callable[[], None]
+#: A moment: on a GPU an event of its stream, on a CPU seconds of its clock.
+Mark: TypeAlias = "torch.cuda.Event | float"
 #: Inputs are rotated so that this many times the L2 passes between two uses of the same bytes.
 L2_TIMES = 4
 #: Replays ahead of those that are timed.
 _WARMUP = 10
+_WARMUP_TURNS = 3
 #: Tiles of the read kernel that are tried: elements per step, steps, warps.
 _READ_TILES = ((4096, 16, 8), (4096, 8, 8), (2048, 16, 4), (8192, 8, 8))
 
@@ -146,6 +150,33 @@ class Timer:
         pairs = itertools.pairwise(events)
         return Timing.of([a.elapsed_time(b) * 1e-3 for a, b in pairs], parts)
 
+    def measure_in_turns(self, replays: Mapping[str, Run], parts: int = 1) -> dict[str, Timing]:
+        """Time several replays one after the other, over and over.
+
+        Long arithmetic makes a GPU change its clocks; in turns all replays see the same ones, so
+        that their ratios hold.
+        """
+        for _ in range(_WARMUP_TURNS):
+            for replay in replays.values():
+                replay()
+        marks: dict[str, list[tuple[Mark, Mark]]] = {name: [] for name in replays}
+        for _ in range(self.repeats):
+            for name, replay in replays.items():
+                before = self._mark()
+                replay()
+                marks[name].append((before, self._mark()))
+        return {
+            name: Timing.of([_seconds_between(*pair) for pair in pairs], parts)
+            for name, pairs in marks.items()
+        }
+
+    def _mark(self) -> Mark:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def measure_cold(self, replay: Run) -> Timing:
         """Time replays that each find the L2 full of other bytes."""
         size = max(L2_TIMES * l2_bytes(self.device), 1 << 20)
@@ -171,6 +202,14 @@ class Timer:
     def seconds(self, run: Run) -> float:
         """Capture and time in one go."""
         return self.measure(self.capture(run)).median
+
+
+def _seconds_between(before: Mark, after: Mark) -> float:
+    if isinstance(before, float) or isinstance(after, float):
+        assert isinstance(before, float) and isinstance(after, float)
+        return after - before
+    after.synchronize()
+    return float(before.elapsed_time(after)) * 1e-3
 
 
 def measure_limits(device: torch.device) -> MachineLimits:

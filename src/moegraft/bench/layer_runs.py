@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from moegraft.bench.cases import DecodeCase, Inputs
 from moegraft.bench.harness import Run, Timer
+from moegraft.bench.options import AUTO
 from moegraft.call import Mode
-from moegraft.errors import MoegraftError
+from moegraft.errors import MoegraftError, PlanError
 from moegraft.layer import MoeLoraLayer
 from moegraft.reference import moe_lora_reference
 from moegraft.testing.compare import (
@@ -26,6 +27,8 @@ from moegraft.types import TokenSlots
 LayerFunction = Callable[[Inputs, TokenSlots | None], torch.Tensor]
 #: Rows of a batch that are compared with the reference, which takes them one by one.
 _CHECKED_ROWS = 16
+#: Modes that must give the same bits.
+_TWINS = (("in_kernel", "fused_serial"), ("two_stream", "serial"))
 
 
 class WrongResultError(MoegraftError):
@@ -78,6 +81,16 @@ class LayerRun:
         """Run all input sets as graphs do; results stay in ``outs``, of a graph for good."""
         self.outs = [self._function(inputs, self._graph_slots()) for inputs in self.case.sets]
 
+    def eager(self) -> Run:
+        """Return what runs all sets without a graph, with slots made once, as a step does."""
+        slots = TokenSlots(self.case.slots, self.case.live) if self._lora else None
+
+        def run() -> None:
+            for inputs in self.case.sets:
+                self._function(inputs, slots)
+
+        return run
+
     def one(self) -> None:
         """Run the first input set alone."""
         self.outs = [self._function(self.case.sets[0], self._graph_slots())]
@@ -103,18 +116,19 @@ class Expected:
             case.table.factors(slot) if slot in case.live else None
             for slot in range(case.table.num_slots)
         ]
+        self.device_rows = rows
         self.base = moe_lora_reference(*inputs).cpu()
         self.lora = moe_lora_reference(*inputs, factors, case.slots[rows].tolist()).cpu()
 
     def check_base(self, base: torch.Tensor) -> dict[str, Any]:
         """Compare the base alone; AssertionError when it is wrong."""
-        plain = base.cpu()[self.rows]
+        plain = base[self.device_rows].cpu()
         assert_close(plain, self.base, plain.dtype)
         return {"rows": len(self.rows), "output_error": relative_error(plain, self.base)}
 
     def check(self, lora: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
         """Compare output, base and the delta alone; AssertionError when one is wrong."""
-        ours, plain = lora.cpu()[self.rows], base.cpu()[self.rows]
+        ours, plain = (t[self.device_rows].cpu() for t in (lora, base))
         self.check_base(base)
         assert_close(ours, self.lora, ours.dtype)
         assert_delta_close(ours, plain, self.lora, self.base)
@@ -131,7 +145,8 @@ class CheckedRun:
 
     Compared: output, base and delta alone with the reference, from memory that was poisoned where
     the layer allocates it; the replayed graph with the eager call, bit by bit; the same graph with
-    all slots -1 with the layer's base, bit by bit.
+    all slots -1, and the base rows of one with adapters and base rows in turn, with the layer's
+    base, bit by bit.
 
     Raises:
         WrongResultError: something differs; says what.
@@ -147,24 +162,28 @@ class CheckedRun:
             raise WrongResultError(f"{title}, {run.name}: {error}") from error
 
     def _prepare(self, expected: Expected) -> None:
-        run, slots = self.run, self.run.case.slots
+        run = self.run
         with poisoned_empty():
             self.eager, base = run.call(0).clone(), run.call(0, lora=False).clone()
         self.checked = expected.check(self.eager, base)
         self.replay: Run = self._timer.capture(run)
         self.replay()
-        assert_bit_equal(run.outs[0], self.eager, "the graph and the eager call")
-        with self._all_base():
+        assert_same_bits(run.outs[0], self.eager, "the graph and the eager call")
+        with self.base_rows(slice(None)):
             self.replay()
-            assert_bit_equal(run.outs[0], base, "a batch of base rows only and the base layer")
-        assert bool((slots >= 0).all()), "the slots were not restored"
-        self.checked["bits"] = "graph equals eager; all slots -1 equals base"
+            assert_same_bits(run.outs[0], base, "a batch of base rows only and the base layer")
+        some = slice(1, None, 3)
+        with self.base_rows(some):
+            self.replay()
+            assert_same_bits(run.outs[0][some], base[some], "base rows among others and the base")
+        self.checked["bits"] = "graph equals eager; base rows equal base, all or every third"
 
     @contextlib.contextmanager
-    def _all_base(self) -> Iterator[None]:
+    def base_rows(self, rows: slice) -> Iterator[None]:
+        """Make some rows of the batch base rows for a while."""
         slots = self.run.case.slots
         kept = slots.clone()
-        slots.fill_(-1)
+        slots[rows] = -1
         try:
             yield
         finally:
@@ -174,11 +193,75 @@ class CheckedRun:
         """Return microseconds per layer call: with the adapters, and with base rows only."""
         parts = len(self.run.case.sets)
         found: dict[str, Any] = self._timer.measure(self.replay, parts).record()
-        with self._all_base():
+        with self.base_rows(slice(None)):
             found["idle_us"] = self._timer.measure(self.replay, parts).median * 1e6
         if cold:
             found["cold_us"] = cold_us(self.run, self._timer)
         return {**found, "checked": self.checked, "plan": self.run.plan}
+
+
+def checked_mode(
+    case: DecodeCase,
+    wanted: str,
+    expected: Expected,
+    timer: Timer,
+    runs: dict[str, CheckedRun],
+) -> tuple[str, CheckedRun | dict[str, Any]]:
+    """Check one mode and add it to those that ran before, some of which must give the same bits.
+
+    Returns:
+        Name and run; or name and the figures that stand in its place: ``note`` where no backend
+        has the mode, ``error`` where it is wrong.
+    """
+    try:
+        run = LayerRun.of_layer(case, None if wanted == AUTO else cast(Mode, wanted))
+    except PlanError as error:
+        return wanted, {"note": str(error)}
+    name = run.name
+    try:
+        checked = CheckedRun(run, expected, timer)
+        for pair in _TWINS:
+            twin = next((m for m in pair if m != name and name in pair), None)
+            if twin in runs:
+                try:
+                    assert_same_bits(checked.eager, runs[twin].eager, f"{name} and {twin}")
+                except AssertionError as error:
+                    raise WrongResultError(f"{case.request.title()}: {error}") from error
+                checked.checked["bits"] += f"; equals {twin}"
+    except WrongResultError as error:
+        return name, {"error": str(error)}
+    runs[name] = checked
+    return name, checked
+
+
+class CheckedBase:
+    """A captured base layer whose results were compared before anyone may time it.
+
+    Raises:
+        WrongResultError: its output differs from the reference, or its graph from the eager call.
+    """
+
+    def __init__(self, run: LayerRun, expected: Expected, timer: Timer) -> None:
+        self.run = run
+        with poisoned_empty():
+            self.eager = run.call(0).clone()
+        try:
+            self.checked = expected.check_base(self.eager)
+            self.replay: Run = timer.capture(run)
+            self.replay()
+            assert_same_bits(run.outs[0], self.eager, "the graph and the eager call")
+        except AssertionError as error:
+            raise WrongResultError(f"{run.case.request.title()}, base: {error}") from error
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """As :func:`assert_bit_equal`, compared on the device: large results stay where they are."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if actual.dtype == expected.dtype and actual.shape == expected.shape:
+        bits = width[actual.element_size()]
+        if torch.equal(actual.contiguous().view(bits), expected.contiguous().view(bits)):
+            return
+    assert_bit_equal(actual, expected, what)
 
 
 def cold_us(run: LayerRun, timer: Timer) -> float:

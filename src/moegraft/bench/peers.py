@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from moegraft.bench.cases import DecodeCase
-from moegraft.bench.harness import Timer
+from moegraft.bench.harness import Run, Timer
 from moegraft.bench.peer_figures import COPY_RATE, FIGURES, PeerFigure
 from moegraft.testing.compare import relative_error
 
@@ -54,9 +54,17 @@ def matching(model: str, tokens: int, rank: int, live: int, kind: str) -> Iterat
 
 
 def grouped_mm_seconds(case: DecodeCase, timer: Timer) -> float | None:
-    """Time torch's grouped products for the pairs of a case; None where torch refuses them.
+    """Time torch's grouped products for the pairs of a case; None where torch refuses them."""
+    try:
+        return timer.seconds(grouped_mm_run(case)) / len(case.sets)
+    except RuntimeError:
+        return None
 
-    Only the two products: no sort, activation, biases or finalize.
+
+def grouped_mm_run(case: DecodeCase) -> Run:
+    """Return a run of torch's grouped products for the pairs of a case's input sets.
+
+    Only the two products: no sort, activation, biases or finalize. Keep it while its graph lives.
     """
     w = case.weights
     pairs = case.sets[0].topk_ids.numel()
@@ -70,10 +78,7 @@ def grouped_mm_seconds(case: DecodeCase, timer: Timer) -> float | None:
             F.grouped_mm(x, first, offs=offs)
             F.grouped_mm(h, second, offs=offs)
 
-    try:
-        return timer.seconds(run) / len(ends)
-    except RuntimeError:
-        return None
+    return run
 
 
 def _ends(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -15,14 +15,13 @@ from moegraft.errors import MoegraftError
 
 Record = dict[str, Any]
 DECODE, END_TO_END, TUNE = "moegraft.decode/1", "moegraft.e2e/1", "moegraft.tune/1"
-LOAD = "moegraft.load/1"
+LOAD, PREFILL = "moegraft.load/1", "moegraft.prefill/1"
 #: What a record is drawn from.
-_FIELDS = {
-    DECODE: (
-        "model", "tokens", "rank", "adapters", "live", "slots", "kind", "limits", "limit_us",
-        "base", "modes", "peers", "device", "commit",
-    ),
-}  # fmt: skip
+_LAYER = (
+    "model", "tokens", "rank", "adapters", "live", "slots", "kind", "limits", "limit_us",
+    "base", "modes", "peers", "device", "commit",
+)  # fmt: skip
+_FIELDS = {DECODE: _LAYER, PREFILL: (*_LAYER, "batch")}
 _PACKAGES = ("torch", "triton", "transformers")
 
 

@@ -27,24 +27,32 @@ def decode_table(found: Sequence[Record]) -> str:
     """Return decode records as a table: microseconds, and shares of the limit in per cent."""
     if not found:
         return "no records"
-    limits = found[0]["limits"]
-    head = (
-        f"{found[0]['device']}: read {limits['read_gb_s']:,.0f} GB/s, copy "
-        f"{limits['copy_gb_s']:,.0f} GB/s, dense bf16 {limits['dense_tflops']:,.0f} TFLOP/s. "
-        "Microseconds per layer; % = share of the limit."
-    )
     header = (
         "model", "T", "rank", "adapters", "kind", "mode", "limit", "base", "%", "LoRA", "%",
         "idle", "kept", "grouped_mm", "best peer",
     )  # fmt: skip
     rows = [_row(record, mode) for record in found for mode in record["modes"]]
-    notes = [
+    return "\n".join([head_line(found), "", text_table(header, rows), *mode_notes(found)])
+
+
+def head_line(found: Sequence[Record]) -> str:
+    """Return what stands above a table of layers: the device and what it reached."""
+    limits = found[0]["limits"]
+    return (
+        f"{found[0]['device']}: read {limits['read_gb_s']:,.0f} GB/s, copy "
+        f"{limits['copy_gb_s']:,.0f} GB/s, dense bf16 {limits['dense_tflops']:,.0f} TFLOP/s. "
+        "Microseconds per layer; % = share of the limit."
+    )
+
+
+def mode_notes(found: Sequence[Record]) -> list[str]:
+    """Return a line for each base or mode without figures: why."""
+    return [
         f"{r['model']} T={r['tokens']} {name}: {m.get('note') or m.get('error')}"
         for r in found
         for name, m in (("base", r["base"]), *r["modes"].items())
         if "us" not in m
     ]
-    return "\n".join([head, "", text_table(header, rows), *notes])
 
 
 def decode_line(record: Record) -> str:

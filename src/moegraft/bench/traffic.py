@@ -1,7 +1,8 @@
 """The bytes and the arithmetic that a layer call cannot avoid, counted from its real inputs.
 
 *Touched bytes*: the weights of the experts that some pair picks, and the factors of the (adapter,
-expert) pairs that some token needs, at their live rank, each once. Activations are counted apart.
+expert) pairs that some token needs, at their live rank, each once. Activations are counted apart,
+and so are the rows of pairs between the layer's products.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Traffic:
     Attributes:
         base_bytes: weights and biases of the touched experts.
         factor_bytes: factors of the touched (adapter, expert) pairs.
-        activation_bytes: x read once and the output written once; part of no limit.
+        activation_bytes: x read once and the output written once.
+        row_bytes: h and y of each pair in x's dtype, written once and read once.
         base_flops, lora_flops: multiply-adds, counted as two.
 
     Example: one token, K=2, H=8, I=6, gated, bf16: 2 experts of 3*8*6*2 = 288 bytes, 576 in all.
@@ -32,6 +34,7 @@ class Traffic:
     base_bytes: float
     factor_bytes: float
     activation_bytes: float
+    row_bytes: float
     base_flops: float
     lora_flops: float
 
@@ -59,6 +62,7 @@ def layer_traffic(
     ids = topk_ids.long().cpu()
     local = (ids >= 0) & (ids < weights.num_experts)
     num_pairs = int(local.sum())
+    item = weights.dtype.itemsize
     macs = weights.gate_up[0].numel() + weights.down[0].numel()
     factor_bytes = lora_flops = 0.0
     if table is not None:
@@ -66,7 +70,8 @@ def layer_traffic(
     return Traffic(
         base_bytes=ids[local].unique().numel() * expert_bytes(weights),
         factor_bytes=factor_bytes,
-        activation_bytes=2 * ids.shape[0] * weights.hidden * weights.dtype.itemsize,
+        activation_bytes=2 * ids.shape[0] * weights.hidden * item,
+        row_bytes=2 * num_pairs * (weights.hidden + weights.intermediate) * item,
         base_flops=2.0 * num_pairs * macs,
         lora_flops=lora_flops,
     )

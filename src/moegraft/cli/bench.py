@@ -8,11 +8,17 @@ from typing import Annotated
 import typer
 
 from moegraft.bench.options import AUTO, DECODE_TOKENS, decode_requests, suite_requests
+from moegraft.bench.prefill_options import (
+    PREFILL_TOKENS,
+    SEQUENCES,
+    prefill_requests,
+    prefill_suite,
+)
 from moegraft.cli.output import Outcome, stdout_console
 
 app = typer.Typer(
     name="bench",
-    help="Measure: a decode layer beside its limit and its peers, whole models, loading.",
+    help="Measure: a layer beside its limit and its peers, whole models, loading.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -22,7 +28,7 @@ Out = Annotated[Path | None, typer.Option(help="Append a JSON line per result to
 
 @app.callback(invoke_without_command=True)
 def root(context: typer.Context) -> None:
-    """Measure: a decode layer beside its limit and its peers, whole models, loading."""
+    """Measure: a layer beside its limit and its peers, whole models, loading."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -77,13 +83,53 @@ def decode(
     return outcome(result, as_json)
 
 
+@app.command("prefill")
+def prefill(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a shape, or E,H,I,K; may be repeated. [default: q30, q35]"),
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Batch sizes T.")] = PREFILL_TOKENS,
+    rank: Annotated[str, typer.Option(help="Ranks.")] = "16",
+    adapters: Annotated[str, typer.Option(help="Adapters that the batch uses.")] = "8",
+    slots: Annotated[int, typer.Option(help="Adapters that are loaded.")] = 8,
+    kind: Annotated[str, typer.Option(help="separate, fused, shared_outer.")] = "separate",
+    batch: Annotated[
+        str, typer.Option(help="How adapters lie: sequences, interleaved, one, base.")
+    ] = SEQUENCES,
+    modes: Annotated[
+        str, typer.Option(help="auto, in_kernel, fused_serial, two_stream, serial.")
+    ] = AUTO,
+    suite: Annotated[
+        str | None, typer.Option(help="record or quick: a fixed list of cases per model.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Turns; the median counts.")] = 20,
+    commit: Commit = None,
+    out: Out = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw FILE, FILE-limit and FILE-retention (png, svg, pdf).")
+    ] = None,
+    as_json: AsJson = False,
+) -> Outcome:
+    """Time one MoE layer at prefill sizes: rates of arithmetic beside the columns of decode."""
+    from moegraft.bench import commands
+
+    models = model or ["q30", "q35"]
+    if suite is None:
+        requests = prefill_requests(models, tokens, rank, adapters, slots, kind, batch, modes)
+    else:
+        requests = prefill_suite(suite, models)
+    result = commands.prefill(requests, repeats=repeats, commit=commit, out=out, plot=plot)
+    return outcome(result, as_json)
+
+
 @app.command("plot")
 def plot(
     records: Annotated[list[Path], typer.Argument(help="Files that --out wrote.")],
     to: Annotated[Path, typer.Option(help="The first picture: png, svg or pdf.")],
     as_json: AsJson = False,
 ) -> Outcome:
-    """Draw pictures of records of `bench decode`, on any machine."""
+    """Draw pictures of records of `bench decode` and `bench prefill`, on any machine."""
     from moegraft.bench import commands
 
     return outcome(commands.plot_records(records, to), as_json)

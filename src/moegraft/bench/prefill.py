@@ -1,0 +1,178 @@
+"""``bench prefill``: one MoE layer at prefill sizes, where arithmetic is the limit.
+
+As :mod:`moegraft.bench.decode`, with three differences: base, LoRA and torch's grouped products are
+timed in turns, for long arithmetic changes a GPU's clocks; rates of arithmetic stand beside times;
+and there is a second limit that counts the rows between the layer's products.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moegraft.bench import records
+from moegraft.bench.cases import DecodeCase, Made, check_memory
+from moegraft.bench.decode import case_record, limits_us
+from moegraft.bench.harness import MachineLimits, Run, Timer, l2_bytes, measure_limits
+from moegraft.bench.layer_runs import (
+    CheckedBase,
+    CheckedRun,
+    Expected,
+    LayerRun,
+    WrongResultError,
+    checked_mode,
+)
+from moegraft.bench.options import AUTO
+from moegraft.bench.peers import grouped_mm_run, live_peers
+from moegraft.bench.prefill_case import make_prefill_case
+from moegraft.bench.prefill_options import PrefillRequest
+from moegraft.bench.traffic import Traffic
+
+_BASE, _GROUPED = "base", "grouped_mm"
+
+
+@dataclass(frozen=True)
+class PrefillSettings:
+    """How to measure.
+
+    Attributes:
+        repeats: turns of which the median counts.
+        commit: written to the records; None = asked from git.
+    """
+
+    repeats: int = 20
+    commit: str | None = None
+
+
+def run_prefill(
+    requests: Sequence[PrefillRequest],
+    device: torch.device,
+    settings: PrefillSettings | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[records.Record]:
+    """Measure requests one by one; yields a record for each.
+
+    A mode that is wrong has an ``error`` in place of its figures. Requests that follow one another
+    with the same model, rank, slots and kind share weights and adapters.
+    """
+    settings = settings or PrefillSettings()
+    for request in requests:
+        check_memory(request, device)
+    say("measuring the limits of the device")
+    limits = measure_limits(device)
+    head = {**records.header(records.PREFILL, settings.commit), "limits": limits.record()}
+    timer = Timer(device, settings.repeats)
+    inputs = Made(device)
+    for request in requests:
+        say(request.title())
+        weights, table = inputs.get(request)
+        case = make_prefill_case(request, weights, table, l2_bytes(device))
+        record = {**head, "batch": request.batch, **measure_prefill(case, limits, timer)}
+        del case, weights, table
+        _free_graphs(device)
+        yield record
+
+
+def _free_graphs(device: torch.device) -> None:
+    """Give the memory of graphs back: other sizes can't use it, and a capture can't free it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measure_prefill(case: DecodeCase, limits: MachineLimits, timer: Timer) -> records.Record:
+    """Check and time one case; returns the part of the record that is its own."""
+    traffic = case.traffic()
+    limit = {**limits_us(limits, traffic), **limits_with_rows_us(limits, traffic)}
+    mine = {**case_record(case, limits), "traffic": traffic.record(), "limit_us": limit}
+    if not case.live:  # nobody's figures with adapters belong beside a batch of base rows
+        mine["peers"] = [{**peer, "lora_us": None} for peer in mine["peers"]]
+    expected = Expected(case)
+    try:
+        base = CheckedBase(LayerRun.of_layer(case, "base", lora=False), expected, timer)
+    except WrongResultError as error:
+        return {**mine, "base": {"error": str(error)}, "grouped_mm_us": None}
+    runs: dict[str, CheckedRun] = {}
+    for wanted in case.request.modes:
+        name, found = checked_mode(case, wanted, expected, timer, runs)
+        if name in mine["modes"]:  # the plan's choice, asked for by its name too
+            continue
+        mine["modes"][name] = {} if isinstance(found, CheckedRun) else found
+        if wanted == AUTO:
+            mine["modes"][name]["chosen"] = True
+    _time(case, traffic, limit, base, runs, timer, mine)
+    mine["live_peers"] = live_peers(case, base.eager, timer)
+    return mine
+
+
+def limits_with_rows_us(limits: MachineLimits, traffic: Traffic) -> dict[str, float]:
+    """Return the least microseconds when x, the output and the rows of pairs move too."""
+    rows = traffic.activation_bytes + traffic.row_bytes
+    base, flops = traffic.base_bytes + rows, traffic.base_flops
+    both = base + traffic.factor_bytes
+    return {
+        "base_with_rows": limits.seconds(base, flops) * 1e6,
+        "lora_with_rows": limits.seconds(both, flops + traffic.lora_flops) * 1e6,
+    }
+
+
+def _time(
+    case: DecodeCase,
+    traffic: Traffic,
+    limit: dict[str, float],
+    base: CheckedBase,
+    runs: dict[str, CheckedRun],
+    timer: Timer,
+    record: records.Record,
+) -> None:
+    """Time what was checked, in turns, and write the figures into a record."""
+    parts = len(case.sets)
+    grouped = grouped_mm_run(case)
+    turns: dict[str, Run] = {_BASE: base.replay, **{n: run.replay for n, run in runs.items()}}
+    try:
+        turns[_GROUPED] = timer.capture(grouped)
+    except RuntimeError:  # torch has no grouped products of these sizes or dtypes here
+        record["grouped_mm_us"] = None
+    timings = timer.measure_in_turns(turns, parts)
+    if _GROUPED in timings:
+        record["grouped_mm_us"] = timings[_GROUPED].median * 1e6
+
+    def figures(name: str, which: str, flops: float) -> dict[str, Any]:
+        seconds = timings[name].median
+        return {
+            **timings[name].record(),
+            "tflops": flops / seconds / 1e12,
+            "share_of_limit": limit[which] / (seconds * 1e6),
+            "share_with_rows": limit[f"{which}_with_rows"] / (seconds * 1e6),
+        }
+
+    def eager_us(run: LayerRun) -> float:
+        return timer.measure(run.eager(), parts).median * 1e6
+
+    record["base"] = {
+        **figures(_BASE, "base", traffic.base_flops),
+        "eager_us": eager_us(base.run),
+        "checked": base.checked,
+        "plan": base.run.plan,
+    }
+    for name, checked in runs.items():
+        record["modes"][name] |= {
+            **figures(name, "lora", traffic.base_flops + traffic.lora_flops),
+            "retention": timings[_BASE].median / timings[name].median,
+            "eager_us": eager_us(checked.run),
+            **_idle(checked, base, timer, parts),
+            "checked": checked.checked,
+            "plan": checked.run.plan,
+        }
+
+
+def _idle(checked: CheckedRun, base: CheckedBase, timer: Timer, parts: int) -> dict[str, float]:
+    """Time the graph with adapters when all rows are base rows, in turns with the base."""
+    with checked.base_rows(slice(None)):
+        found = timer.measure_in_turns({"base": base.replay, "idle": checked.replay}, parts)
+    idle = found["idle"].median
+    return {"idle_us": idle * 1e6, "idle_retention": found["base"].median / idle}
