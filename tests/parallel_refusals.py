@@ -75,6 +75,9 @@ def refused_modes(rank: int, folder: Path) -> list[tuple[str, str]]:
     q_proj = model.model.layers[0].self_attn.q_proj
     q_proj.forward = q_proj.__class__.forward.__get__(q_proj)
     refused("a foreign forward", model)
+    plain = whole_model(folder)
+    plain._tp_size = 2
+    refused("plain slices", plain)
     assert isinstance(q_proj.weight, DTensor) and Replicate() not in q_proj.weight.placements
     return found
 

@@ -68,6 +68,7 @@ def test_modes_that_would_lose_a_rows_adapter_are_refused_by_name(folder: Path) 
         assert "2 pipeline stages" in by_mode["pp"]
         assert "a router that is sharded" in by_mode["router"]
         assert "is sharded, and how its forward" in by_mode["a foreign forward"]
+        assert "none of its parameters is a DTensor" in by_mode["plain slices"]
 
 
 def test_what_is_sharded_decodes_without_graphs(folder: Path) -> None:

@@ -55,6 +55,11 @@ def model_shards(model: Any, spec: ModelSpec) -> RankShards | None:
     """
     _check_mesh(model)
     if not is_distributed(model):
+        if (getattr(model, "_tp_size", None) or 1) > 1:
+            raise UnsupportedError(
+                f"The model was loaded for {model._tp_size} ranks, but none of its parameters is a "
+                "DTensor, so what is on this rank is not known: transformers 5.23 is."
+            )
         return None
     shards: dict[str, SiteShard] = {}
     for site in spec.sites:
