@@ -129,10 +129,10 @@ def pack_adapter(
     return plan.packed(data)
 
 
-def on_gpu(factors: Mapping[str, SiteFactors]) -> bool:
-    """True when there are factors, and all are on a GPU."""
+def places_of(factors: Mapping[str, SiteFactors]) -> set[str]:
+    """Return the kinds of devices that factors are on: ``cpu``, ``cuda``."""
     found = [f for site in factors.values() for f in site.projections.values()]
-    return bool(found) and all(f.lora_A.is_cuda and f.lora_B.is_cuda for f in found)
+    return {tensor.device.type for f in found for tensor in (f.lora_A, f.lora_B)}
 
 
 def own_spans(plan: PackPlan, memory: torch.Tensor, dtype: torch.dtype) -> dict[str, int] | None:

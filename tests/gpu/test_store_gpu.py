@@ -9,7 +9,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from moegraft.adapters import AdapterBank, AdapterStore, BoundAdapter, ModelSpec, bind, make_source
+from moegraft.adapters import (
+    AdapterBank,
+    AdapterStore,
+    BoundAdapter,
+    ModelSpec,
+    bind,
+    flat_tensors,
+    make_source,
+)
 from moegraft.errors import AdapterError
 from moegraft.graphs import GraphRunner, layer_inputs
 from moegraft.layer import MoeLoraLayer
@@ -288,6 +296,14 @@ def test_single_experts_on_the_gpu_update_an_adapter() -> None:
     on_host = store.add("b", bind(make_source(tensors(1, "cpu"), config), SPEC))
     info = store.update("a", bind(make_source(tensors(1, "cuda"), config), SPEC))
     assert info.checksum == on_host.checksum
+    index, end = {}, 0
+    for name, tensor in tensors(1, "cpu").items():
+        index[name] = (end, tuple(tensor.shape))
+        end += tensor.numel()
+    flat = torch.cat([tensor.flatten() for tensor in tensors(1, "cuda").values()])
+    views = flat_tensors(flat, index, "cuda")
+    assert all(view.is_cuda for view in views.values())
+    assert store.update("a", bind(make_source(views, config), SPEC)).checksum == on_host.checksum
     broken = tensors(2, "cuda")
     next(iter(broken.values()))[0, 0] = torch.nan
     with pytest.raises(AdapterError, match=r"1 NaN or infinite values.*layers\.0\.experts"):

@@ -31,7 +31,7 @@ def flat_tensors(
 
     Args:
         buffer: 1-D and contiguous: float32, bfloat16, float16, or uint8 for bytes. On the CPU it
-            is viewed as it is; on ``device`` it is brought to the CPU by one copy.
+            is viewed as it is, and on ``device`` too.
         index: tensor name -> ``(offset, shape)`` or ``(offset, shape, dtype)``. The offset counts
             elements of the buffer, so bytes of a uint8 one. dtype is a torch dtype or its name,
             such as ``"bfloat16"``; a uint8 buffer needs it, in another it must be the buffer's.
@@ -47,7 +47,7 @@ def flat_tensors(
     _check_buffer(buffer, torch.device(device), origin)
     if not isinstance(index, Mapping) or not index:
         raise AdapterError(f"{origin}: the index must map tensor names to (offset, shape).")
-    flat = buffer.detach().cpu()
+    flat = buffer.detach()
     spans: list[tuple[int, int, str]] = []
     tensors = {}
     for name, entry in index.items():

@@ -32,6 +32,7 @@ class LayerCopies:
         self._order = order
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
+        self._downward: torch.cuda.Stream | None = None
         self._arrived: dict[str, torch.cuda.Event] = {}
         #: Number and end of the newest copy; always set together.
         self._last: tuple[int, torch.cuda.Event] | None = None
@@ -47,6 +48,8 @@ class LayerCopies:
             if packed.data.is_cuda:
                 stream.wait_stream(torch.cuda.current_stream())  # which fills the data
                 packed.data.record_stream(stream)
+            elif self._downward is not None:
+                stream.wait_stream(self._downward)
             self._order.before_write(stream)
             with torch.cuda.stream(stream):
                 for begin, end, sites in _chunks(packed):
@@ -61,16 +64,17 @@ class LayerCopies:
     def to_host(self, packed: PackedAdapter) -> PackedAdapter:
         """Return an adapter that is on the GPU as one in page-locked memory.
 
-        It is on its way there when this returns: :meth:`start` may be given it at once, whoever
-        reads it on the host must wait for the GPU.
+        It is on its way there when this returns, on a stream of its own: :meth:`start` may be given
+        it at once, whoever reads it on the host must wait for the GPU.
         """
         host = torch.empty_like(packed.data, device="cpu", pin_memory=True)
         with self._lock, torch.cuda.device(self._device):
-            stream = self._own_stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            if self._downward is None:
+                self._downward = torch.cuda.Stream(self._device)
+            self._downward.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._downward):
                 host.copy_(packed.data, non_blocking=True)
-            packed.data.record_stream(stream)
+            packed.data.record_stream(self._downward)
         return replace(packed, data=host)
 
     def _own_stream(self) -> torch.cuda.Stream:

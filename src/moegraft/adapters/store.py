@@ -25,7 +25,7 @@ from moegraft.adapters.info import (
 from moegraft.adapters.name_locks import NameLocks
 from moegraft.adapters.residency import Entry, Residency
 from moegraft.errors import AdapterError, shorten, shown
-from moegraft.packing import on_gpu, pack_adapter
+from moegraft.packing import pack_adapter, places_of
 
 
 class AdapterStore:
@@ -272,13 +272,15 @@ class AdapterStore:
         bank = self._bank
         check_resolved(name, bound)
         bank.check_rank(name, bound.report.max_rank)
-        device = bank.device if bank.pins and on_gpu(bound.factors) else "cpu"
+        places = places_of(bound.factors)
+        device = bank.device if bank.pins and places == {"cuda"} else "cpu"
         packed = pack_adapter(bound.factors, bank.layout, bank.dtype, bank.pins, memory, device)
         bank.check_fits(name, packed)
         check_overflow(name, packed)
+        if "cuda" in places:
+            check_packed(name, packed)  # they were not looked at when they were read
         entry = Entry(name, 0, checksum_of(packed, bank.layout), packed, bound.report, read_as)
         if packed.data.is_cuda:
-            check_packed(name, packed)
             entry.packed, entry.on_device = bank.copies.to_host(packed), packed
         return entry
 

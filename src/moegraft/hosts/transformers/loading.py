@@ -104,7 +104,7 @@ class Loading:
         Args:
             name: any printable label.
             buffer: 1-D and contiguous, on the CPU (read where it is, packed before this returns)
-                or on the model's device (brought to the CPU by one copy).
+                or on the model's device (packed there, in order with the current stream).
             index: tensor name -> ``(offset, shape)`` or ``(offset, shape, dtype)``; see
                 :func:`moegraft.adapters.flat.flat_tensors`.
             config: the JSON of an adapter_config.
