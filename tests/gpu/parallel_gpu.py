@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,59 +26,31 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from parallel_checks import (
+    bytes_retention,
+    check_all_to_all,
+    check_equal_inputs,
+    check_fixed_address,
+    make_share,
+    share_traffic,
+    slowest,
+)
+
 from moegraft.bench import records
 from moegraft.bench.cases import DecodeCase, Inputs, make_case, random_layer, random_table
 from moegraft.bench.harness import Timer, l2_bytes
 from moegraft.bench.layer_runs import CheckedRun, Expected, LayerRun
 from moegraft.bench.options import DecodeRequest
 from moegraft.bench.shapes import model_shape
-from moegraft.factor_table import SiteTable, site_table
-from moegraft.graphs import GraphRunner, layer_inputs, layer_step
-from moegraft.parallel import (
-    AllReduceMoe,
-    AllToAllMoe,
-    ExpertParallel,
-    ExpertPlacement,
-    MoeGroups,
-    shard_experts,
-)
-from moegraft.testing import assert_bit_equal, assert_close, table_on
-from moegraft.types import ExpertWeights, TokenSlots
+from moegraft.parallel import AllReduceMoe, MoeGroups
+from moegraft.testing import assert_bit_equal, assert_close
+from moegraft.types import TokenSlots
 
 SCHEMA = "moegraft.parallel/1"
 #: Points of retention that several GPUs may lose against one.
 ALLOWED = 0.02
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """This rank's share of a layer: how it is spread, its weights and its table."""
-
-    parallel: ExpertParallel
-    weights: ExpertWeights
-    table: SiteTable
-
-    def layer(self, lora: bool = True, buffer: torch.Tensor | None = None) -> AllReduceMoe:
-        """The layer over the ranks; without a table for the base alone."""
-        table = self.table if lora else None
-        mode = None if lora else "base"
-        return AllReduceMoe(self.parallel, self.weights, table, buffer=buffer, mode=mode)
-
-
-def make_share(case: DecodeCase, groups: MoeGroups, round_robin: bool) -> Share:
-    """Slice a whole layer and its adapters for this rank."""
-    weights = case.weights
-    deal = ExpertPlacement.round_robin if round_robin else ExpertPlacement.contiguous
-    placement = deal(weights.num_experts, groups.ep_rank, groups.ep_size)
-    parallel = ExpertParallel.of(weights.num_experts, weights.intermediate, groups, placement)
-    local = []
-    for slot in range(case.table.num_slots):
-        factors = case.table.factors(slot)
-        assert factors is not None
-        local.append(parallel.shard.factors(factors))
-    table = site_table(parallel.shard.site(case.table.site), local, weights.dtype)
-    table = table_on(table, weights.device)
-    return Share(parallel, shard_experts(weights, parallel.shard), table)
 
 
 def run_of(case: DecodeCase, layer: AllReduceMoe, name: str, lora: bool) -> LayerRun:
@@ -111,56 +82,6 @@ def measure(
         "checked": found["checked"],
         "plan": found["plan"],
     }
-
-
-def slowest(figure: float) -> float:
-    """The largest of all ranks' figures."""
-    found: list[float] = [figure] * dist.get_world_size()
-    dist.all_gather_object(found, figure)
-    return max(found)
-
-
-def check_equal_inputs(case: DecodeCase) -> None:
-    """All ranks drew the same weights, factors and tokens."""
-    tensors = (case.weights.down, case.table.arena.data, case.sets[-1].x, case.sets[-1].topk_ids)
-    mine = [float(tensor.double().sum()) for tensor in tensors]
-    found: list[list[float]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    assert all(sums == mine for sums in found), f"the ranks drew different inputs: {found}"
-
-
-def check_fixed_address(case: DecodeCase, share: Share, one_gpu: torch.Tensor) -> None:
-    """Graphs of two buckets write to one buffer, whatever the batch; new batches are right."""
-    tokens, hidden = case.sets[0].x.shape
-    buffer = torch.full((tokens, hidden), float("nan"), dtype=case.weights.dtype)
-    buffer = buffer.to(case.weights.device)
-    layer = share.layer(buffer=buffer)
-    inner = layer.partial.layer
-    spec = layer_inputs(inner, case.sets[0].topk_ids.shape[1], torch.int32)
-    runner = GraphRunner(layer_step(layer), spec, (max(1, tokens // 2), tokens))
-    first = case.sets[0]
-    values = {"x": first.x, "topk_ids": first.topk_ids, "topk_weights": first.topk_weights}
-    slots = TokenSlots(case.slots, case.live)
-    plain = share.layer()
-    for rows in (tokens, max(1, tokens // 3), tokens):
-        some = {name: value[:rows] for name, value in values.items()}
-        found = runner(some, TokenSlots.of(case.slots[:rows].tolist(), case.slots.device))
-        assert found.data_ptr() == buffer.data_ptr(), "the result moved"
-        assert_close(found, one_gpu[:rows].float(), found.dtype)
-    assert_bit_equal(found, plain(first.x, first.topk_ids, first.topk_weights, slots))
-
-
-def check_all_to_all(case: DecodeCase, share: Share, one_gpu: torch.Tensor) -> None:
-    """Ranks with different tokens, then with none on all but one."""
-    layer = AllToAllMoe(share.parallel, share.weights, share.table)
-    rank, size = share.parallel.groups.ep_rank, share.parallel.groups.ep_size
-    first, tokens = case.sets[0], case.slots.shape[0]
-    edges = [tokens * r // size for r in range(size + 1)]
-    for bounds in ((edges[rank], edges[rank + 1]), (0, tokens if rank == 0 else 0)):
-        rows = slice(*bounds)
-        slots = TokenSlots.of(case.slots[rows].tolist(), case.slots.device)
-        found = layer(first.x[rows], first.topk_ids[rows], first.topk_weights[rows], slots)
-        assert_close(found, one_gpu[rows].float(), found.dtype)
 
 
 def reduce_us(case: DecodeCase, groups: MoeGroups, timer: Timer) -> float:
@@ -202,7 +123,11 @@ def run_all(device: torch.device, options: argparse.Namespace, say: Callable[[st
         "gpus": size,
         "input_sets": len(case.sets),
     }
-    write(options.out, {**head, "split": "one GPU", **single, "retention": one})
+    bytes_one = bytes_retention(case.traffic())
+    write(
+        options.out,
+        {**head, "split": "one GPU", **single, "retention": one, "bytes_retention": bytes_one},
+    )
     experts, columns = MoeGroups.of(ep_size=size), MoeGroups.of(ep_size=1)
     alone = reduce_us(case, experts, timer)
     say(f"all-reduce alone: {alone:.1f} us")
@@ -231,6 +156,7 @@ def run_all(device: torch.device, options: argparse.Namespace, say: Callable[[st
             check_all_to_all(case, share, one_gpu)
         retention = found["base_us"] / found["lora_us"]
         within = retention >= one - ALLOWED
+        by_bytes = bytes_retention(share_traffic(case, share))
         holds = holds and within
         write(
             options.out,
@@ -240,13 +166,15 @@ def run_all(device: torch.device, options: argparse.Namespace, say: Callable[[st
                 **found,
                 "all_reduce_us": alone,
                 "retention": retention,
+                "bytes_retention": by_bytes,
                 "one_gpu_retention": one,
                 "within_2_points": within,
             },
         )
         say(
             f"{name}: base {found['base_us']:.1f} us, LoRA {found['lora_us']:.1f} us, retention "
-            f"{retention:.3f} (one GPU {one:.3f}): {'within' if within else 'NOT within'} 2 points"
+            f"{retention:.3f} (one GPU {one:.3f}; by bytes alone {by_bytes:.3f} and "
+            f"{bytes_one:.3f}): {'within' if within else 'NOT within'} 2 points"
         )
     return holds
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
 
-from moegraft.call import Mode
 from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
 from moegraft.parallel.groups import ExpertParallel
-from moegraft.parallel.partial import PartialMoe
+from moegraft.parallel.partial import LayerOptions, PartialMoe
 from moegraft.types import ExpertWeights, TokenSlots
 
 #: Adds a ``[T, H]`` tensor up over the ranks, in place, on the current stream.
@@ -37,7 +37,7 @@ class AllReduceMoe:
         buffer: ``[max_tokens, H]`` for results, in the activations' dtype; None = new tensors.
         reduce: adds the partial sums; None = ``torch.distributed.all_reduce`` over
             ``parallel.groups.whole``.
-        routed_scaling_factor, backend, mode: as of :class:`moegraft.layer.MoeLoraLayer`.
+        **options: as of :class:`moegraft.layer.MoeLoraLayer`.
 
     Example: see :class:`moegraft.parallel.ExpertParallel`.
     """
@@ -50,19 +50,10 @@ class AllReduceMoe:
         *,
         buffer: torch.Tensor | None = None,
         reduce: Reduce | None = None,
-        routed_scaling_factor: float = 1.0,
-        backend: str | None = None,
-        mode: Mode | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         self.parallel = parallel
-        self.partial = PartialMoe(
-            parallel.shard,
-            weights,
-            table,
-            routed_scaling_factor=routed_scaling_factor,
-            backend=backend,
-            mode=mode,
-        )
+        self.partial = PartialMoe(parallel.shard, weights, table, **options)
         if buffer is not None and (buffer.dim() != 2 or buffer.shape[1] != weights.hidden):
             raise MoegraftError(
                 f"buffer has shape {tuple(buffer.shape)}; expected [max_tokens, {weights.hidden}]."

@@ -9,15 +9,15 @@ many rows travel is read on the host, so this can't be captured in a CUDA graph.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
 
-from moegraft.call import Mode
 from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
 from moegraft.parallel.groups import ExpertParallel, owner_table
-from moegraft.parallel.partial import PartialMoe
+from moegraft.parallel.partial import LayerOptions, PartialMoe
 from moegraft.types import ExpertWeights, TokenSlots
 
 
@@ -50,7 +50,7 @@ class AllToAllMoe:
         table: this rank's factors, with as many slots on each rank. An adapter must be in the same
             slot everywhere, because slots travel, not names; load it on every rank before any uses
             it.
-        routed_scaling_factor, backend, mode: as of :class:`moegraft.layer.MoeLoraLayer`.
+        **options: as of :class:`moegraft.layer.MoeLoraLayer`.
 
     Example, two ranks, rank 1 without a token::
 
@@ -63,20 +63,10 @@ class AllToAllMoe:
         parallel: ExpertParallel,
         weights: ExpertWeights,
         table: SiteTable | None = None,
-        *,
-        routed_scaling_factor: float = 1.0,
-        backend: str | None = None,
-        mode: Mode | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         self.parallel = parallel
-        self.partial = PartialMoe(
-            parallel.shard,
-            weights,
-            table,
-            routed_scaling_factor=routed_scaling_factor,
-            backend=backend,
-            mode=mode,
-        )
+        self.partial = PartialMoe(parallel.shard, weights, table, **options)
         self._group = parallel.groups.expert
         self._size = parallel.groups.ep_size
         self._owner = owner_table(parallel, weights.device)

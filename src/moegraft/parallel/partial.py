@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict, Unpack
+
 import torch
 
 from moegraft.call import LayerCall, Mode
@@ -11,6 +13,14 @@ from moegraft.layer import MoeLoraLayer, check_call, run_plan
 from moegraft.parallel.expert import ExpertShard
 from moegraft.parallel.placement import to_local
 from moegraft.types import ExpertWeights, TokenSlots
+
+
+class LayerOptions(TypedDict, total=False):
+    """What :class:`moegraft.layer.MoeLoraLayer` takes besides weights and table."""
+
+    routed_scaling_factor: float
+    backend: str | None
+    mode: Mode | None
 
 
 class PartialMoe:
@@ -23,7 +33,7 @@ class PartialMoe:
         shard: what is here.
         weights: the local weights, from :func:`moegraft.parallel.shard_experts` or an engine.
         table: the local factors: a bank over :attr:`moegraft.parallel.RankShards.local_sites`.
-        routed_scaling_factor, backend, mode: as of the layer.
+        **options: of the layer.
 
     Raises:
         MoegraftError: weights or table have other sizes than the shard.
@@ -35,10 +45,7 @@ class PartialMoe:
         shard: ExpertShard,
         weights: ExpertWeights,
         table: SiteTable | None = None,
-        *,
-        routed_scaling_factor: float = 1.0,
-        backend: str | None = None,
-        mode: Mode | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         found = (weights.num_experts, weights.intermediate)
         if found != (shard.placement.num_local, shard.part.width):
@@ -50,14 +57,7 @@ class PartialMoe:
         self.shard = shard
         offset = shard.placement.offset
         #: Takes global ids when the experts are a range, else local ones.
-        self.layer = MoeLoraLayer(
-            weights,
-            table,
-            expert_offset=offset or 0,
-            routed_scaling_factor=routed_scaling_factor,
-            backend=backend,
-            mode=mode,
-        )
+        self.layer = MoeLoraLayer(weights, table, expert_offset=offset or 0, **options)
         self._lookup = shard.placement.lookup(weights.device) if offset is None else None
 
     def __call__(
