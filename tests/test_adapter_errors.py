@@ -211,6 +211,7 @@ def test_a_file_without_any_lora_factor_is_refused(tensors: dict[str, torch.Tens
         ({"skip": (3,)}, r"skip=\(3,\) must be a list"),
         ({"orientation": "transposed"}, "orientation='transposed'"),
         ({"expert_b_layout": "grouped"}, "expert_b_layout='grouped'"),
+        ({"gate_up_rows": "gate_first"}, "gate_up_rows='gate_first'"),
     ],
 )
 def test_a_mistyped_option_is_refused(options: dict[str, Any], message: str) -> None:

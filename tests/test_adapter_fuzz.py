@@ -64,6 +64,7 @@ OPTIONS = st.builds(
     ReadOptions,
     orientation=st.sampled_from([None, "normal", "swapped"]),
     expert_b_layout=st.sampled_from([None, "rank_major", "grouped_by_expert"]),
+    gate_up_rows=st.sampled_from([None, "concatenated", "interleaved"]),
     skip=st.sampled_from([(), ("q_proj",), (r"experts\.3",)]),
 )
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -108,6 +108,31 @@ def test_a_fused_file_of_peft_written_3d_has_the_same_factors_and_one_a(model: s
     assert "rows of gate_up_proj's B are [gate | up]" in evidence
 
 
+@pytest.mark.parametrize("order", ["concatenated", "interleaved"])
+@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
+def test_the_rows_of_a_packed_b_are_in_the_order_that_the_caller_names(
+    model: str, order: Any
+) -> None:
+    known = tiny.bound_case(f"peft/0.21.2/{model}/experts")
+    tensors = {}
+    for site in (experts_of(model, layer) for layer in (0, 1)):
+        factors = known.factors[site.name].projections
+        pairs = {name: (f.lora_A, f.lora_B) for name, f in factors.items()}
+        a, b = fused_halves(pairs)
+        if order == "interleaved":
+            b = torch.stack([pairs["gate"][1], pairs["up"][1]], 2).flatten(1, 2)
+        tensors |= put(f"{site.name}.gate_up_proj", a, b)
+        tensors |= put(f"{site.name}.down_proj", *pairs["down"])
+    bound = bound_to(tiny.spec_of(model), tensors, options=ReadOptions(gate_up_rows=order))
+    for name, found in bound.factors.items():
+        for projection, factor in found.projections.items():
+            other = known.factors[name].projections[projection]
+            assert_bit_equal(factor.lora_A.contiguous(), other.lora_A.contiguous())
+            assert_bit_equal(factor.lora_B.contiguous(), other.lora_B.contiguous())
+    rows = {"concatenated": "[gate | up]", "interleaved": "g0, u0, g1, .."}[order]
+    assert f"B are {rows} (by option)" in bound.report.layouts["per_projection"]
+
+
 @pytest.mark.parametrize("model", tiny.MODELS)
 @pytest.mark.parametrize(
     "shared", [(), OUTER, tuple(LEAVES), *((leaf,) for leaf in LEAVES)], ids=lambda s: "+".join(s)

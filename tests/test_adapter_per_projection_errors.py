@@ -168,6 +168,7 @@ def test_a_fused_gate_up_on_a_model_that_interleaves_is_refused_with_the_way_out
     tensors = put(f"{site.name}.gate_up_proj", pairs["gate"][0], b)
     message, refused = refusal(tensors, None, tiny.spec_of("gpt_oss"))
     assert "packs gate and up as interleaved" in message and "gate_proj and up_proj" in message
+    assert "gate_up_rows='concatenated' or 'interleaved'" in message
     assert refused == set(tensors)
     up_first = ModelSpec((expert_site(EXPERTS, 4, 24, 16, WeightLayout("up_first")),))
     assert "packs gate and up as up_first" in refusal(tensors, None, up_first)[0]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import tiny
 from moegraft.cli import main
@@ -77,6 +80,32 @@ def test_errors_are_one_line_and_write_nothing(
     if command == "convert":
         assert "own for each expert" in error(adapter, out, to="shared-outer")
         assert "fused" in error(adapter, out, to="fused")
+
+
+def test_a_packed_3d_file_for_a_model_that_interleaves_needs_the_callers_word(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source, adapter = tiny.FIXTURES / "layouts/gpt_oss/distinct/stacked_w", tmp_path / "packed"
+    tensors = load_file(source / "adapter_model.safetensors")
+    for key in [key for key in tensors if ".w1." in key]:
+        gate, up = tensors.pop(key), tensors.pop(key.replace(".w1.", ".w3."))
+        packed = torch.cat([gate, up], 1) if "lora_B" in key else gate
+        tensors[key.replace(".w1.", ".gate_up_proj.")] = packed
+    tensors = {key.replace(".w2.", ".down_proj."): t for key, t in tensors.items()}
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    shutil.copy(source / "adapter_config.json", adapter)
+    model = MODELS / "gpt_oss"
+    code, _, message = run(capsys, "merge", model, adapter, tmp_path / "no")
+    assert code == 2 and "--gate-up-rows" in message
+    word = ("--gate-up-rows", "concatenated")
+    assert run(capsys, "inspect", adapter, "--model", model, *word)[0] == 0
+    assert run(capsys, "merge", model, adapter, tmp_path / "a", *word)[0] == 0
+    assert run(capsys, "merge", model, source, tmp_path / "b")[0] == 0
+    merged = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
+    assert merged[0] == merged[1]
+    convert = ("convert", adapter, tmp_path / "c", "--to", "peft", "--model", model)
+    assert run(capsys, *convert, *word)[0] == 0
 
 
 def test_merge_writes_a_model_and_says_what_changed(

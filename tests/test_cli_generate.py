@@ -164,11 +164,13 @@ def test_read_options_hold_for_all_adapters_or_for_the_one_they_name(
 ) -> None:
     options = ["--skip", "lora_bias", "--skip", "down=q_proj", "--orientation", "down=normal"]
     layout = ["--expert-b-layout", "rank_major", "--prompt", "rs:x", "--prompt", "down:x"]
+    layout += ["--gate-up-rows", "down=interleaved"]
     rslora = ["--adapter", f"rs={PEFT / 'rslora'}"]
     assert main(arguments(model, *rslora, *options, *layout, "--json")) == 0
     document = json.loads(capsys.readouterr().out)
     common = {"skip": ["lora_bias"], "expert_b_layout": "rank_major"}
     down = {**common, "skip": ["lora_bias", "q_proj"], "orientation": "normal"}
+    down["gate_up_rows"] = "interleaved"
     assert document["read_options"] == {"all": common, "down": down, "rs": common}
 
 

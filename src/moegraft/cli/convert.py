@@ -34,6 +34,7 @@ def convert(
         Literal["rank_major", "grouped_by_expert"] | None,
         typer.Option(help=read_options.B_LAYOUT_HELP),
     ] = None,
+    gate_up_rows: read_options.GateUpRows = None,
     adapter_root: read_options.AdapterRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> Outcome:
@@ -47,7 +48,9 @@ def convert(
     from moegraft.hosts.transformers.names import expert_names
     from moegraft.hosts.transformers.spec import model_spec
 
-    options = ReadOptions(orientation, expert_b_layout, tuple(skip or ()))
+    options = ReadOptions(
+        orientation, expert_b_layout, tuple(skip or ()), gate_up_rows=gate_up_rows
+    )
     if out.exists():
         raise AdapterError(f"{str(out)!r} exists already; give a folder that does not.")
     source = read_adapter(adapter, read_options.file_policy(adapter_root))

@@ -59,6 +59,12 @@ def generate(
             metavar="[NAME=]rank_major|grouped_by_expert", help=read_options.B_LAYOUT_HELP
         ),
     ] = None,
+    gate_up_rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]concatenated|interleaved", help=read_options.GATE_UP_ROWS_HELP
+        ),
+    ] = None,
     adapter_root: read_options.AdapterRoot = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write per prompt.")] = 48,
     dtype: Annotated[
@@ -85,7 +91,7 @@ def generate(
     rows = parse_prompts(prompt, folders)
     sampling = _sampling(sample, temperature, top_p, seed)
     options = read_options.per_adapter(
-        folders, skip or [], orientation or [], expert_b_layout or []
+        folders, skip or [], orientation or [], expert_b_layout or [], gate_up_rows or []
     )
     policy = read_options.file_policy(adapter_root)
     check_device(device, dtype)

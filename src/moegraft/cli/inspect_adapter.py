@@ -49,6 +49,7 @@ def inspect(
         Literal["rank_major", "grouped_by_expert"] | None,
         typer.Option(help=read_options.B_LAYOUT_HELP),
     ] = None,
+    gate_up_rows: read_options.GateUpRows = None,
     adapter_root: read_options.AdapterRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> Outcome:
@@ -59,10 +60,13 @@ def inspect(
     from moegraft.adapters import ReadOptions, read_adapter
     from moegraft.cli.adapter_facts import config_facts, guesses, tensor_groups
 
-    options = ReadOptions(orientation, expert_b_layout, tuple(skip or ()))
+    options = ReadOptions(
+        orientation, expert_b_layout, tuple(skip or ()), gate_up_rows=gate_up_rows
+    )
     if model is None and read_options.given(options):
         raise MoegraftError(
-            "--skip, --orientation and --expert-b-layout need --model: without it nothing is bound."
+            "--skip, --orientation, --expert-b-layout and --gate-up-rows need --model: without it "
+            "nothing is bound."
         )
     source = read_adapter(adapter, read_options.file_policy(adapter_root))
     document: dict[str, Any] = {

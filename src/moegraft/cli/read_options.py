@@ -1,4 +1,5 @@
-"""How to read adapter files: ``--skip``, ``--orientation``, ``--expert-b-layout`` and their root.
+"""How to read adapter files: ``--skip``, ``--orientation``, ``--expert-b-layout``,
+``--gate-up-rows`` and their root.
 
 ``generate`` has several adapters, so there each may start with ``NAME=``: it then holds for that
 adapter only. Without it, it holds for all; what names an adapter comes before what does not.
@@ -10,7 +11,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,7 +25,11 @@ ORIENTATION_HELP = "Of 3-D expert parameters, where neither shapes nor PEFT's ve
 B_LAYOUT_HELP = (
     "Order of the columns of a fused B, where the file's own marker is missing or wrong."
 )
+GATE_UP_ROWS_HELP = "Order of B's rows in a 3-D gate_up_proj, on models that interleave their own."
 
+GateUpRows = Annotated[
+    Literal["concatenated", "interleaved"] | None, typer.Option(help=GATE_UP_ROWS_HELP)
+]
 AdapterRoot = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Refuse adapter files outside of it; links are followed."),
@@ -47,6 +52,7 @@ def per_adapter(
     skip: Sequence[str],
     orientation: Sequence[str],
     expert_b_layout: Sequence[str],
+    gate_up_rows: Sequence[str] = (),
 ) -> dict[str, ReadOptions]:
     """Read ``[NAME=]VALUE`` options into one :class:`moegraft.ReadOptions` per adapter.
 
@@ -56,14 +62,15 @@ def per_adapter(
     """
     from moegraft import ReadOptions
 
-    if not adapters and (skip or orientation or expert_b_layout):
+    if not adapters and (skip or orientation or expert_b_layout or gate_up_rows):
         raise MoegraftError(
-            "--skip, --orientation and --expert-b-layout say how to read an adapter, but no "
-            "--adapter is given."
+            "--skip, --orientation, --expert-b-layout and --gate-up-rows say how to read an "
+            "adapter, but no --adapter is given."
         )
     skips = [_split("--skip", value, adapters) for value in skip]
     orientations = _one_each("--orientation", orientation, adapters)
     b_layouts = _one_each("--expert-b-layout", expert_b_layout, adapters)
+    rows = _one_each("--gate-up-rows", gate_up_rows, adapters)
     fields: dict[str, Any]
     found = {}
     for name in adapters:
@@ -71,6 +78,7 @@ def per_adapter(
             "skip": tuple(pattern for owner, pattern in skips if owner in (name, None)),
             "orientation": orientations.get(name, orientations.get(None)),
             "expert_b_layout": b_layouts.get(name, b_layouts.get(None)),
+            "gate_up_rows": rows.get(name, rows.get(None)),
         }
         found[name] = ReadOptions(**fields)
     return found

@@ -40,12 +40,16 @@ class ReadOptions:
         only: parts of the model to keep, ``experts``, ``linear``, ``router``, or projections of
             the experts, ``gate``, ``up``, ``down``; none = all. Everything must bind even so; the
             report lists what was then left out.
+        gate_up_rows: order of the rows of B in a 3-D ``gate_up_proj``: ``concatenated`` is
+            [gate | up], ``interleaved`` g0, u0, g1, u1, .. None = concatenated where the model
+            packs its own weights so; on other models the file is refused.
     """
 
     orientation: Literal["normal", "swapped"] | None = None
     expert_b_layout: Literal["rank_major", "grouped_by_expert"] | None = None
     skip: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    gate_up_rows: Literal["concatenated", "interleaved"] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "only", checked_parts(self.only))
@@ -62,6 +66,7 @@ class ReadOptions:
                     f"skip {shown(pattern)} is not a regular expression: {error}."
                 ) from error
         _check_choice("orientation", self.orientation, ("normal", "swapped"))
+        _check_choice("gate_up_rows", self.gate_up_rows, ("concatenated", "interleaved"))
         _check_choice("expert_b_layout", self.expert_b_layout, ("rank_major", "grouped_by_expert"))
 
 

@@ -9,7 +9,8 @@
 
 ``gate_proj``, ``up_proj`` and ``down_proj`` are other names of w1, w3 and w2. An expert dimension
 of 1 is one factor for all experts. B of ``gate_up_proj`` has its rows as [gate | up]; where the
-model packs them otherwise nothing in the file tells which order is meant, so it is refused.
+model packs them otherwise nothing in the file tells which order is meant, so it is refused unless
+``ReadOptions(gate_up_rows=..)`` says it.
 Experts without a gate have w1 in up's place, and an empty w3.
 
 With ``"veomni_lora": {"moe_mode": "shared"}`` in the config a pair is 2-D, for all experts. Without
@@ -37,7 +38,7 @@ from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import count
 from moegraft.sites import Site
-from moegraft.types import LoraFactor, SiteFactors
+from moegraft.types import LoraFactor, SiteFactors, WeightLayout
 
 _ROLES = {**EXPERT_NAMES, "gate_up_proj": "gate_up"}
 _PATH = re.compile(rf"^(?P<experts>.*\bexperts)\.(?P<name>{'|'.join(_ROLES)})$")
@@ -70,14 +71,14 @@ class PerProjection:
         for site_name, site in sites.items():
             for path, by_name in modules[site_name].items():
                 for name, parts in by_name.items():
-                    problem = _bind(source, site, f"{path}.{name}", name, by_name, result)
+                    problem = _bind(source, site, f"{path}.{name}", name, by_name, options, result)
                     if problem:
                         result.refuse([key for key, _ in parts.values()], problem)
                     else:
                         result.used.update(key for key, _ in parts.values())
                         seen.add(name)
         if result.used:
-            result.evidence = _evidence(source, result, seen)
+            result.evidence = _evidence(source, result, seen, options)
         return result
 
 
@@ -87,6 +88,7 @@ def _bind(
     module: str,
     name: str,
     by_name: Mapping[str, _Parts],
+    options: ReadOptions,
     result: LayoutResult,
 ) -> str:
     """Add one module's factors to ``result``; return why that can't be, "" when it is done."""
@@ -104,7 +106,7 @@ def _bind(
     if name == "w1" and not site.gated and ("w3" not in by_name or _is_empty(by_name["w3"])):
         role = "up"
     lora_a, lora_b = parts["lora_A"][1], parts["lora_B"][1]
-    problem = _role_problem(site, name, role) or _two_d_problem(
+    problem = _role_problem(site, name, role, options) or _two_d_problem(
         source, site, module, lora_a, lora_b
     )
     if problem:
@@ -114,7 +116,8 @@ def _bind(
     problem = _shape_problem(site, role, lora_a, lora_b)
     if problem:
         return problem
-    factors = _factors(site, role, lora_a, lora_b, source.config.scale_for(module, lora_a.shape[1]))
+    scale = source.config.scale_for(module, lora_a.shape[1])
+    factors = _factors(site, role, lora_a, lora_b, scale, options)
     known = result.factors.get(site.name, SiteFactors({})).projections
     twice = [projection for projection in factors if projection in known]
     if twice:
@@ -128,15 +131,17 @@ def _is_empty(parts: _Parts) -> bool:
     return all(tensor.numel() == 0 for _, tensor in parts.values())
 
 
-def _role_problem(site: Site, name: str, role: str) -> str:
+def _role_problem(site: Site, name: str, role: str, options: ReadOptions) -> str:
     """Return why this model has no place for a projection, "" when it has."""
     if role in ("gate", "gate_up") and not site.gated:
         return f"{name} is not for this model: the experts of {site.name} have no gate"
-    if role == "gate_up" and site.layout.gate_up_order != "gate_first":
+    told = options.gate_up_rows is not None or site.layout.gate_up_order == "gate_first"
+    if role == "gate_up" and not told:
         return (
             f"{site.name} packs gate and up as {site.layout.gate_up_order}, and a 3-D gate_up_proj "
-            "does not say whether its rows are in that order or [gate | up]: write the file with "
-            "gate_proj and up_proj apart (the same lora_A, and their rows of lora_B)"
+            "does not say whether its rows are in that order or [gate | up]: pass "
+            "gate_up_rows='concatenated' or 'interleaved' (command line: --gate-up-rows), or write "
+            "the file with gate_proj and up_proj apart (the same lora_A, their rows of lora_B)"
         )
     return ""
 
@@ -207,23 +212,34 @@ def _shape_problem(site: Site, role: str, lora_a: torch.Tensor, lora_b: torch.Te
 
 
 def _factors(
-    site: Site, role: str, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float
+    site: Site,
+    role: str,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    scale: float,
+    options: ReadOptions,
 ) -> dict[str, LoraFactor]:
     """Return canonical factors; gate and up of one ``gate_up_proj`` share the very same A."""
     if role != "gate_up":
         return {role: LoraFactor(lora_a, lora_b, scale)}
     width = site.projection("up").out_features
+    interleaved = options.gate_up_rows == "interleaved"
+    rows = WeightLayout("interleaved" if interleaved else "gate_first")
     return {
-        half: LoraFactor(lora_a, lora_b[:, site.layout.columns(half, width)], scale)
+        half: LoraFactor(lora_a, lora_b[:, rows.columns(half, width)], scale)
         for half in ("gate", "up")
     }
 
 
-def _evidence(source: AdapterSource, result: LayoutResult, seen: set[str]) -> str:
+def _evidence(
+    source: AdapterSource, result: LayoutResult, seen: set[str], options: ReadOptions
+) -> str:
     """Say what was found, as ``3-D factors per projection (w1, w2) on 2 experts modules``."""
     names = ", ".join(sorted(seen))
     where = count(len(result.factors), "experts module")
-    fused = "; rows of gate_up_proj's B are [gate | up]" if "gate_up_proj" in seen else ""
+    order = "g0, u0, g1, .." if options.gate_up_rows == "interleaved" else "[gate | up]"
+    by = " (by option)" if options.gate_up_rows else ""
+    fused = f"; rows of gate_up_proj's B are {order}{by}" if "gate_up_proj" in seen else ""
     flat = any(source.tensors[key].dim() == 2 for key in result.used)
     mark = f"; 2-D ones serve all experts (the config's {_MARK})" if flat else ""
     return f"3-D factors per projection ({names}) on {where}{fused}{mark}"
