@@ -265,6 +265,9 @@ def test_what_can_not_be_converted_is_refused() -> None:
         convert(source, spec, "3d", rank=0)
     with pytest.raises(AdapterError, match=r"8 of 16 tensors .*on this GptOss"):
         convert(source, tiny.spec_of("gpt_oss"), "3d")
+    zeros = {k: 0 * t for k, t in tiny.tensors_of("per_expert/qwen3_moe/gate_only").items()}
+    with pytest.raises(AdapterError, match="all of its factors are zeros"):
+        convert(make_source(zeros, CONFIG), spec, "per-expert")
     full = read_adapter(tiny.folder("peft/0.21.2/qwen3_moe/modules_to_save"))
     with pytest.raises(AdapterError, match="nothing was loaded"):
         convert(full, spec, "3d")

@@ -126,6 +126,10 @@ def convert(
         else:
             written.append(_write_linear(site, pairs[0], bound))
     tensors = {key: tensor for place in written for key, tensor in place.tensors.items()}
+    if not tensors:
+        raise AdapterError(
+            f"{source.origin}: all of its factors are zeros, nothing is left to write."
+        )
     config = make_config(written, spec, source.config.raw, writer.peft_version)
     if writer.peft_version:
         check_for_peft(written, config)
