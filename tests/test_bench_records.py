@@ -16,7 +16,7 @@ from moegraft.bench.decode import DecodeSettings, run_decode
 from moegraft.bench.options import KINDS, DecodeRequest
 from moegraft.bench.peer_figures import COPY_RATE, FIGURES, VLLM_END_TO_END
 from moegraft.bench.peers import peers_of, scaled_us
-from moegraft.bench.plot import plot_decode
+from moegraft.bench.plot import plot_layers
 from moegraft.bench.report import best_peer, text_table
 from moegraft.bench.shapes import MODELS, ModelShape
 from moegraft.cli import main
@@ -112,14 +112,14 @@ def test_the_commit_is_asked_from_git(tmp_path: Path) -> None:
 
 def test_pictures_are_written(tmp_path: Path, found: list[records.Record]) -> None:
     pytest.importorskip("matplotlib")
-    files = plot_decode(found, tmp_path / "pictures" / "tiny.png")
+    files = plot_layers(found, tmp_path / "pictures" / "tiny.png")
     assert [f.name for f in files] == ["tiny.png", "tiny-limit.png", "tiny-retention.png"]
     for file in files:
         assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
     with pytest.raises(MoegraftError, match="nothing to draw"):
-        plot_decode(found[:1], tmp_path / "one.png")
+        plot_layers(found[:1], tmp_path / "one.png")
     with pytest.raises(MoegraftError, match="can't be written"):
-        plot_decode(found, tmp_path / "tiny.abc")
+        plot_layers(found, tmp_path / "tiny.abc")
 
 
 def test_lines_hold_the_records_figures(found: list[records.Record]) -> None:

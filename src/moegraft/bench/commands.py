@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moegraft.bench import records
 from moegraft.bench.options import DecodeRequest, decode_requests, parse_ints
 from moegraft.bench.prefill_options import PrefillRequest
 from moegraft.errors import MoegraftError
+
+if TYPE_CHECKING:
+    import torch
 
 Say = Callable[[str], None]
 
@@ -62,34 +65,13 @@ def decode(
     Raises:
         MoegraftError: no GPU, too little memory, or a file that can't be written.
     """
-    from moegraft.bench.decode import DecodeSettings, run_decode, wrong
-    from moegraft.bench.harness import require_gpu
-    from moegraft.bench.plot import check_picture
-    from moegraft.bench.report import decode_line, decode_table
+    from moegraft.bench.decode import DecodeSettings, run_decode
+    from moegraft.bench.report import decode_table
 
-    if repeats < 1:
-        raise MoegraftError(f"--repeats must be at least 1, got {repeats}.")
-    device = require_gpu()
-    if plot is not None:
-        check_picture(plot)
-    if out is not None:
-        records.check_writable(out)
-    found: list[records.Record] = []
-    with progress() as say:
-        for record in run_decode(requests, device, DecodeSettings(repeats, cold, commit), say):
-            found.append(record)
-            if out is not None:
-                records.append(out, record)
-            say(decode_line(record))
-    document: dict[str, Any] = {"records": records.rounded(found), "wrong": wrong(found)}
-    text = decode_table(found)
-    if plot is not None:
-        from moegraft.bench.plot import plot_decode
+    def run(device: torch.device, say: Say) -> Iterator[records.Record]:
+        return run_decode(requests, device, DecodeSettings(repeats, cold, commit), say)
 
-        pictures = [str(path) for path in plot_decode(found, plot)]
-        document["pictures"] = pictures
-        text += "\nPictures: " + ", ".join(pictures)
-    return Result(document, text, exit_code=1 if document["wrong"] else 0)
+    return _measure_layers(run, decode_table, repeats, out, plot)
 
 
 def prefill(
@@ -100,16 +82,37 @@ def prefill(
     out: Path | None = None,
     plot: Path | None = None,
 ) -> Result:
-    """Measure prefill requests; write records as they come, and pictures at the end.
+    """Measure prefill requests; otherwise as :func:`decode`. On an H200 with the bars of its cases.
 
     Raises:
         MoegraftError: no GPU, too little memory, or a file that can't be written.
     """
+    from moegraft.bench.prefill import PrefillSettings, run_prefill
+    from moegraft.bench.prefill_bars import bars_of, bars_table
+    from moegraft.bench.prefill_report import prefill_table
+
+    def run(device: torch.device, say: Say) -> Iterator[records.Record]:
+        return run_prefill(requests, device, PrefillSettings(repeats, commit), say)
+
+    def table(found: Sequence[records.Record]) -> str:
+        return "\n\n".join(filter(None, (prefill_table(found), bars_table(bars_of(found)))))
+
+    result = _measure_layers(run, table, repeats, out, plot)
+    bars = [bar.record() for bar in bars_of(result.document["records"])]
+    return replace(result, document={**result.document, "bars": bars})
+
+
+def _measure_layers(
+    run: Callable[[torch.device, Say], Iterator[records.Record]],
+    table: Callable[[Sequence[records.Record]], str],
+    repeats: int,
+    out: Path | None,
+    plot: Path | None,
+) -> Result:
+    """Run a measurement of layers on the GPU: records to ``out``, pictures to ``plot``."""
     from moegraft.bench.decode import wrong
     from moegraft.bench.harness import require_gpu
     from moegraft.bench.plot import check_picture
-    from moegraft.bench.prefill import PrefillSettings, run_prefill
-    from moegraft.bench.prefill_report import prefill_table
     from moegraft.bench.report import decode_line
 
     if repeats < 1:
@@ -121,35 +124,40 @@ def prefill(
         records.check_writable(out)
     found: list[records.Record] = []
     with progress() as say:
-        for record in run_prefill(requests, device, PrefillSettings(repeats, commit), say):
+        for record in run(device, say):
             found.append(record)
             if out is not None:
                 records.append(out, record)
             say(decode_line(record))
     document: dict[str, Any] = {"records": records.rounded(found), "wrong": wrong(found)}
-    text = prefill_table(found)
+    text = table(found)
     if plot is not None:
-        from moegraft.bench.plot import plot_decode
+        from moegraft.bench.plot import plot_layers
 
-        pictures = [str(path) for path in plot_decode(found, plot)]
+        pictures = [str(path) for path in plot_layers(found, plot)]
         document["pictures"] = pictures
         text += "\nPictures: " + ", ".join(pictures)
     return Result(document, text, exit_code=1 if document["wrong"] else 0)
 
 
 def plot_records(files: Sequence[Path], to: Path) -> Result:
-    """Draw pictures of records that were written before."""
-    from moegraft.bench.plot import check_picture, plot_decode
+    """Draw pictures of decode and prefill records that were written before."""
+    from moegraft.bench.plot import check_picture, plot_layers
+    from moegraft.bench.prefill_report import prefill_table
     from moegraft.bench.report import decode_table
 
     check_picture(to)
-    found = records.read(files, records.DECODE)
-    if not found:
+    decoded, prefilled = (records.read(files, s) for s in (records.DECODE, records.PREFILL))
+    if not decoded and not prefilled:
         names = ", ".join(str(path) for path in files)
-        raise MoegraftError(f"There are no records of `bench decode` in {names}.")
-    pictures = [str(path) for path in plot_decode(found, to)]
-    text = decode_table(found) + "\nPictures: " + ", ".join(pictures)
-    return Result({"records": len(found), "pictures": pictures}, text)
+        raise MoegraftError(
+            f"There are no records of `bench decode` or `bench prefill` in {names}."
+        )
+    pictures = [str(path) for path in plot_layers([*decoded, *prefilled], to)]
+    tables = [decode_table(decoded)] if decoded else []
+    tables += [prefill_table(prefilled)] if prefilled else []
+    text = "\n\n".join(tables) + "\nPictures: " + ", ".join(pictures)
+    return Result({"records": len(decoded) + len(prefilled), "pictures": pictures}, text)
 
 
 def end_to_end(

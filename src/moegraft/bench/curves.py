@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moegraft.bench.peer_figures import SGLANG, SGLANG_VIRTUAL, VLLM
+from moegraft.bench.prefill_options import INTERLEAVED
 from moegraft.bench.records import Record
 
 INK, FAINT = "#1f2328", "#d0d7de"
@@ -45,8 +46,25 @@ def _ours(record: Record) -> dict[str, Any]:
     return figures
 
 
-def time_curves(rows: Sequence[Record]) -> list[Curve]:
+def split(found: Sequence[Record]) -> tuple[Sequence[Record], Sequence[Record]]:
+    """Return the records of the main lines, and those of interleaved prefill batches beside them.
+
+    At decode sizes adapters always come in turn; at prefill sizes the main lines are those of
+    adapters in sequences. Where there is nothing else, interleaved batches are the main lines.
+    """
+    mixed = [r for r in found if r.get("batch") == INTERLEAVED]
+    rest = [r for r in found if r.get("batch") != INTERLEAVED]
+    return (rest, mixed) if rest else (mixed, [])
+
+
+def _mixed_curves(mixed: Sequence[Record], value: Callable[[Record], float]) -> list[Curve]:
+    points = {r["tokens"]: value(r) for r in mixed}
+    return [Curve("LoRA, interleaved", points, _LORA, "-.")] if points else []
+
+
+def time_curves(found: Sequence[Record]) -> list[Curve]:
     """Return the lines of the first picture: limit, base, LoRA, torch's products, peers."""
+    rows, mixed = split(found)
     curves = [
         Curve("limit with LoRA", {r["tokens"]: r["limit_us"]["lora"] for r in rows}, _LIMIT, ":"),
         Curve("moegraft base", {r["tokens"]: r["base"]["us"] for r in rows}, BASE),
@@ -58,11 +76,13 @@ def time_curves(rows: Sequence[Record]) -> list[Curve]:
             "--",
         ),
     ]
-    return curves + _peer_curves(rows, "lora_us")
+    mixed_curves = _mixed_curves(mixed, lambda r: float(_ours(r)["us"]))
+    return curves + mixed_curves + _peer_curves(rows, "lora_us")
 
 
-def share_curves(rows: Sequence[Record]) -> list[Curve]:
+def share_curves(found: Sequence[Record]) -> list[Curve]:
     """Return the lines of the second picture: shares of the limit, in per cent."""
+    rows, mixed = split(found)
     peers = [
         Curve(
             c.label,
@@ -80,12 +100,14 @@ def share_curves(rows: Sequence[Record]) -> list[Curve]:
         Curve(
             "LoRA", {r["tokens"]: 100 * _ours(r)["share_of_limit"] for r in rows}, _LORA, "-", True
         ),
+        *_mixed_curves(mixed, lambda r: 100 * float(_ours(r)["share_of_limit"])),
         *peers,
     ]
 
 
-def kept_curves(rows: Sequence[Record]) -> list[Curve]:
+def kept_curves(found: Sequence[Record]) -> list[Curve]:
     """Return the lines of the third picture: a system's base time over its LoRA time."""
+    rows, mixed = split(found)
     peers = [
         Curve(
             c.label,
@@ -102,6 +124,7 @@ def kept_curves(rows: Sequence[Record]) -> list[Curve]:
     return [
         Curve("limit", bound, _LIMIT, ":"),
         Curve("moegraft LoRA", ours, _LORA, "-", True),
+        *_mixed_curves(mixed, lambda r: 100 * float(_ours(r)["retention"])),
         *(c for c in peers if c.points),
     ]
 

@@ -1,4 +1,4 @@
-"""Pictures of decode records: time, share of the limit, what LoRA keeps of the base's speed.
+"""Pictures of decode and prefill records: time, share of the limit, what LoRA keeps of the base.
 
 Needs matplotlib: ``pip install -e '.[bench]'`` in the clone.
 """
@@ -20,6 +20,7 @@ from moegraft.bench.curves import (
     share_curves,
     time_curves,
 )
+from moegraft.bench.prefill_options import BASE_ONLY, INTERLEAVED
 from moegraft.bench.records import Record
 from moegraft.bench.shapes import MODELS
 from moegraft.errors import MoegraftError
@@ -29,15 +30,17 @@ _KINDS = {
     "fused": "one A for gate and up",
     "shared_outer": "shared outer",
 }
+_MADE_BY = ("device", "commit")
 #: Points between the names of two lines.
 _LABEL_STEP = 11
 
 
-def plot_decode(found: Sequence[Record], path: Path) -> tuple[Path, ...]:
+def plot_layers(found: Sequence[Record], path: Path) -> tuple[Path, ...]:
     """Draw three pictures; returns their files.
 
-    ``path`` ``decode.png`` gives ``decode.png`` (time), ``decode-limit.png`` (share of the limit)
-    and ``decode-retention.png`` (base's time over LoRA's). One panel per case that has several T.
+    One panel per case that has several T; decode and prefill of one case share it. Of two records
+    of the same case and T the later counts. ``path`` ``decode.png`` gives ``decode.png`` (time),
+    ``decode-limit.png`` (share of the limit) and ``decode-retention.png`` (base over LoRA).
 
     Raises:
         MoegraftError: no matplotlib, nothing to draw, or a file name that matplotlib refuses.
@@ -87,20 +90,21 @@ def _pyplot() -> Any:
 
 
 def _panels(found: Sequence[Record]) -> list[tuple[str, list[Record]]]:
-    """Return title and records of each case, one record per T: the last with the plan's choice."""
-    cases: dict[tuple[Any, ...], dict[int, Record]] = {}
+    """Return title and records of each case by T: of one batch the last with the plan's choice."""
+    cases: dict[tuple[Any, ...], dict[tuple[int, bool], Record]] = {}
     for record in found:
-        if main_mode(record) is None:
+        if main_mode(record) is None or record.get("batch") == BASE_ONLY:
             continue
         names = ("model", "rank", "kind", "slots", "adapters")
         key = tuple(record[name] for name in names)
         known = cases.setdefault(key, {})
-        before = known.get(record["tokens"])
+        where = (record["tokens"], record.get("batch") == INTERLEAVED)
+        before = known.get(where)
         if before is None or not is_chosen(before) or is_chosen(record):
-            known[record["tokens"]] = record
+            known[where] = record
     panels = []
-    for key, by_tokens in cases.items():
-        if len(by_tokens) < 2:
+    for key, by_batch in cases.items():
+        if len({tokens for tokens, _ in by_batch}) < 2:
             continue
         model, rank, kind, slots, live = key
         title = MODELS[model].title if model in MODELS else model
@@ -108,7 +112,7 @@ def _panels(found: Sequence[Record]) -> list[tuple[str, list[Record]]]:
         panels.append(
             (
                 f"{title}: rank {rank}, {_KINDS[kind]}, {adapters}",
-                [by_tokens[t] for t in sorted(by_tokens)],
+                [by_batch[where] for where in sorted(by_batch)],
             )
         )
     return panels
@@ -128,15 +132,8 @@ def _draw(
         _panel(
             axis, title, rows, [c for c in curves_of(rows) if len(c.points) > 1], unit, time_axis
         )
-    first = panels[0][1][0]
-    limits = first["limits"]
-    figure.text(
-        0.01, 0.004, f"{first['device']}, commit {first['commit']}; limit: touched bytes at "
-        f"{limits['read_gb_s'] / 1e3:.2f} TB/s read in the same run; dashed: stored figures of "
-        "peers, scaled by copy rate; grouped_mm: live, products only.",
-        fontsize=7.5, color=BASE,
-    )  # fmt: skip
-    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    figure.text(0.01, 0.004, _footer(panels), fontsize=7.5, color=BASE)
+    figure.tight_layout(rect=(0, 0.09 / lines, 1, 1))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
@@ -147,10 +144,28 @@ def _draw(
     return path
 
 
+def _footer(panels: list[tuple[str, list[Record]]]) -> str:
+    """Return what was measured where, for all runs that the records are of."""
+    rows = [record for _, found in panels for record in found]
+    devices, commits = (", ".join(dict.fromkeys(r[name] for r in rows)) for name in _MADE_BY)
+    read = _range([r["limits"]["read_gb_s"] / 1e3 for r in rows], ".2f")
+    dense = _range([r["limits"]["dense_tflops"] for r in rows], ".0f")
+    return (
+        f"{devices}, commit {commits}; limit: touched bytes at {read} TB/s or arithmetic at "
+        f"{dense} TFLOP/s, measured in the same run;\ndashed: stored figures of peers, scaled by "
+        "copy rate; grouped_mm: live, products only."
+    )
+
+
+def _range(values: list[float], form: str) -> str:
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
+
+
 def _panel(
     axis: Any, title: str, rows: Sequence[Record], curves: list[Curve], unit: str, time_axis: bool
 ) -> None:
-    tokens = [r["tokens"] for r in rows]
+    tokens = sorted({r["tokens"] for r in rows})
     axis.set_xscale("log", base=2)
     if time_axis:
         axis.set_yscale("log")
@@ -160,7 +175,7 @@ def _panel(
             linewidth=2.4 if curve.bold else 1.4, marker="o", markersize=3.5 if curve.bold else 2.5,
         )  # fmt: skip
     axis.set_title(title, fontsize=10, loc="left")
-    axis.set_xticks(tokens, [str(t) for t in tokens])
+    axis.set_xticks(tokens, [_short(t) for t in tokens], fontsize=8.5 if len(tokens) < 10 else 7)
     axis.minorticks_off()
     axis.set_xlabel("tokens in the batch")
     axis.set_ylabel(unit)
@@ -175,6 +190,11 @@ def _panel(
     _label(axis, curves)
 
 
+def _short(tokens: int) -> str:
+    """Return 8192 as 8k."""
+    return str(tokens) if tokens % 1024 else f"{tokens // 1024}k"
+
+
 def _plain_ticks(axis: Any, values: list[float]) -> None:
     marks = [m * 10**p for p in range(6) for m in (1, 2, 5)]
     inside = [m for m in marks if min(values) * 0.8 <= m <= max(values) * 1.25]
@@ -183,7 +203,7 @@ def _plain_ticks(axis: Any, values: list[float]) -> None:
 
 
 def _label(axis: Any, curves: list[Curve]) -> None:
-    """Write each line's name beside its end, moved apart where ends are close."""
+    """Write each line's name at the right, at the height of its end, moved apart where close."""
     axis.figure.canvas.draw()
     height = axis.get_window_extent().height / axis.figure.dpi * 72  # points
     to_axis = axis.transScale.transform
@@ -192,11 +212,12 @@ def _label(axis: Any, curves: list[Curve]) -> None:
         ((to_axis((1, c.points[max(c.points)]))[1] - low) / (high - low) * height, i)
         for i, c in enumerate(curves)
     )
+    right = max(max(c.points) for c in curves)
     placed = _apart([where for where, _ in ends], height)
     for (where, index), at in zip(ends, placed, strict=True):
         curve = curves[index]
         axis.annotate(
-            curve.label, (max(curve.points), curve.points[max(curve.points)]),
+            curve.label, (right, curve.points[max(curve.points)]),
             xytext=(6, at - where), textcoords="offset points", va="center", fontsize=8.5,
             color=curve.colour, fontweight="bold" if curve.bold else "normal",
         )  # fmt: skip
