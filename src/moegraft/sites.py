@@ -5,7 +5,9 @@ Letters are those of :mod:`moegraft.types`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from moegraft.types import WeightLayout
@@ -47,6 +49,11 @@ class Site:
     num_experts: int = 1
     layout: WeightLayout = field(default_factory=WeightLayout)
     aliases: tuple[str, ...] = ()
+
+    @cached_property
+    def sizes(self) -> Mapping[str, tuple[int, int]]:
+        """Projection name -> (in, out)."""
+        return {p.name: (p.in_features, p.out_features) for p in self.projections}
 
     def projection(self, name: str) -> Projection:
         """Return the projection called ``name``; KeyError when the site has none."""

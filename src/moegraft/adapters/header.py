@@ -65,6 +65,11 @@ class Header:
     data_begin: int
     data_bytes: int
 
+    @property
+    def aligned(self) -> bool:
+        """True when every tensor begins at a multiple of its dtype's size."""
+        return not any(t.begin % t.dtype.itemsize for t in self.tensors.values())
+
 
 def read_header(file: BinaryIO, file_bytes: int, origin: str, policy: FilePolicy) -> Header:
     """Read and check the header of an open file.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple
 
 Leaf = Literal["lora_A", "lora_B", "lora_B_bias", "dora", "embedding", "full"]
@@ -15,6 +16,11 @@ _LEAVES: dict[str, Leaf] = {
     "lora_embedding_B": "embedding",
     "trainable_tokens_delta": "embedding",
 }
+
+
+#: How nearly all names end, each 14 characters long; then no leaf may come before that.
+_USUAL_ENDS = (".lora_A.weight", ".lora_B.weight")
+_OTHER_LEAVES = re.compile("lora_|trainable_tokens_delta")
 
 
 class AdapterKey(NamedTuple):
@@ -40,6 +46,8 @@ def parse_key(key: str) -> AdapterKey:
         if name.startswith(prefix):
             name = name[len(prefix) :]
             break
+    if name.endswith(_USUAL_ENDS) and not _OTHER_LEAVES.search(name, 0, len(name) - 14):
+        return AdapterKey(name[:-14], "lora_A" if name[-8] == "A" else "lora_B")
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part in _LEAVES:

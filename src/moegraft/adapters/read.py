@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from moegraft.adapters.header import STORED_DTYPES, check_tensor_name, wrong_dty
 from moegraft.adapters.keys import AdapterKey, parse_key
 from moegraft.adapters.safe_open import check_inside, open_regular, path_text
 from moegraft.adapters.strict_json import check_depth, parse_json
-from moegraft.adapters.tensor_file import read_tensors
+from moegraft.adapters.tensor_file import reading
 from moegraft.errors import AdapterError, shorten, shown
 from moegraft.gc_pause import gc_paused
 
@@ -85,12 +85,14 @@ def read_adapter(
             f"There is no adapter at {path_text(path)}: expected a folder with {WEIGHTS_FILE} and "
             f"{CONFIG_FILE}. moegraft never downloads; fetch the adapter first."
         )
-    file = read_tensors(weights, policy, pin_memory)
+    with reading(weights, policy, pin_memory) as file:
+        keys = {key: parse_key(key) for key in file.tensors}
     config = _load_config(folder / CONFIG_FILE, policy)
     name = str(path)
     origin = name if name.isprintable() else path_text(path)
-    source = make_source(file.tensors, config, origin, file.runs)
-    return replace(source, memory=file.memory)
+    _check_any_lora(file.tensors, origin)
+    check_finite(file.tensors, origin, file.runs)
+    return AdapterSource(file.tensors, keys, AdapterConfig.parse(config), origin, file.memory)
 
 
 @gc_paused()
@@ -125,11 +127,7 @@ def make_source(
         problem = _why_no_values(tensor)
         if problem:
             raise AdapterError(f"{origin}: {key} is {problem}.")
-    if not any("lora_" in key for key in tensors):
-        raise AdapterError(
-            f"{origin}: none of its {len(tensors)} tensors is a LoRA factor"
-            + (f" (first names: {shorten(list(tensors))})." if tensors else ".")
-        )
+    _check_any_lora(tensors, origin)
     for key, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise wrong_dtype(origin, key, tensor.dtype)
@@ -139,6 +137,14 @@ def make_source(
     if any(tensor.requires_grad for tensor in tensors.values()):
         tensors = {key: tensor.detach() for key, tensor in tensors.items()}
     return AdapterSource(tensors, keys, AdapterConfig.parse(config or {}), origin)
+
+
+def _check_any_lora(tensors: Mapping[str, torch.Tensor], origin: str) -> None:
+    if not any("lora_" in key for key in tensors):
+        raise AdapterError(
+            f"{origin}: none of its {len(tensors)} tensors is a LoRA factor"
+            + (f" (first names: {shorten(list(tensors))})." if tensors else ".")
+        )
 
 
 def _why_no_values(tensor: object) -> str:

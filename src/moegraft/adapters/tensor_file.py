@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -34,62 +35,95 @@ class TensorFile(NamedTuple):
     memory: torch.Tensor
 
 
-def read_tensors(path: Path, policy: FilePolicy, pin_memory: bool = False) -> TensorFile:
-    """Read a safetensors file.
+@contextmanager
+def reading(path: Path, policy: FilePolicy, pin_memory: bool = False) -> Iterator[TensorFile]:
+    """Read a safetensors file; its header is read and checked, its values come by the block's end.
 
     The file is opened once, and its bytes are copied: nothing that happens to it later (another
     file in its place, a shorter one) can change what was checked, or end the process as a memory
-    map of a truncated file would.
+    map of a truncated file would. Threads read it, so that what is done in the block with names
+    and shapes costs no time of its own.
+
+    Args:
+        path: the file.
+        policy: where it may lie, and limits.
+        pin_memory: read it into page-locked memory.
 
     Raises:
-        AdapterError: no readable safetensors file, or one that the policy does not allow.
+        AdapterError: no readable safetensors file, or one that the policy does not allow; also at
+            the end of the block.
     """
     origin = path_text(path)
     with open_regular(path, policy) as (file, num_bytes):
         header = read_header(file, num_bytes, origin, policy)
-        data = _read(file, header, origin, pin_memory)
-    return TensorFile(_views(data, header), tuple(_runs(data, header)), data)
+        data = _memory(header, origin, pin_memory)
+        with _Reader(file, header.data_begin, data) as reader:
+            if not header.aligned:  # those tensors are copies of what was read
+                reader.finish(origin)
+            yield TensorFile(_views(data, header), tuple(_runs(data, header)), data)
+            reader.finish(origin)
 
 
-def _read(file: BinaryIO, header: Header, origin: str, pin_memory: bool) -> torch.Tensor:
-    """Return the file's data as uint8, all of it or an error."""
+def _memory(header: Header, origin: str, pin_memory: bool) -> torch.Tensor:
+    """Return memory for a file's data, uint8."""
     try:
-        data = torch.empty(header.data_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+        return torch.empty(header.data_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     except RuntimeError as error:
         raise AdapterError(
             f"{origin} has {header.data_bytes:,} bytes of tensors, more than this machine has "
             "memory for."
         ) from error
-    found = _fill(file, header.data_begin, data.numpy().data)
-    if found != header.data_bytes:
-        raise AdapterError(
-            f"{origin} is not a readable safetensors file: it ended after {found:,} of "
-            f"{header.data_bytes:,} bytes of tensors."
-        )
-    return data
 
 
-def _fill(file: BinaryIO, begin: int, memory: memoryview) -> int:
-    """Read into ``memory`` from byte ``begin`` on, a large file by several threads.
+class _Reader:
+    """Reads a file's data, in chunks by several threads where it is large.
 
-    Returns the bytes that were read. Most of the time goes into the first touch of new pages.
+    Most of the time goes into the first touch of new pages. The end of the block waits for all
+    threads, whatever ends it.
     """
-    if len(memory) <= _CHUNK_BYTES or not hasattr(os, "preadv"):
-        file.seek(begin)
-        return file.readinto(memory)  # type: ignore[attr-defined]
 
-    def read(start: int) -> int:
-        part, done = memory[start : start + _CHUNK_BYTES], 0
+    def __init__(self, file: BinaryIO, begin: int, data: torch.Tensor) -> None:
+        self._file = file
+        self._begin = begin
+        self._view = data.numpy().data
+        self._finished = False
+        self._pool = ThreadPoolExecutor(
+            min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="moegraft-read"
+        )
+        starts = range(0, len(self._view), _CHUNK_BYTES)
+        self._alone = len(starts) < 2 or not hasattr(os, "preadv")
+        self._parts = [] if self._alone else [self._pool.submit(self._read, s) for s in starts]
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def finish(self, origin: str) -> None:
+        """Wait until all is read; AdapterError when the file ended before."""
+        if self._finished:
+            return
+        self._finished = True
+        if self._alone:
+            self._file.seek(self._begin)
+            found: int = self._file.readinto(self._view)  # type: ignore[attr-defined]
+        else:
+            found = sum(part.result() for part in self._parts)
+        if found != len(self._view):
+            raise AdapterError(
+                f"{origin} is not a readable safetensors file: it ended after {found:,} of "
+                f"{len(self._view):,} bytes of tensors."
+            )
+
+    def _read(self, start: int) -> int:
+        part, done = self._view[start : start + _CHUNK_BYTES], 0
         while done < len(part):
-            count = os.preadv(file.fileno(), [part[done:]], begin + start + done)
+            count = os.preadv(self._file.fileno(), [part[done:]], self._begin + start + done)
             if not count:
                 break
             done += count
         return done
-
-    threads = min(_MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, thread_name_prefix="moegraft-read") as pool:
-        return sum(pool.map(read, range(0, len(memory), _CHUNK_BYTES)))
 
 
 def _views(data: torch.Tensor, header: Header) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from moegraft.adapters.config import AdapterConfig
 from moegraft.adapters.file_policy import DEFAULT_POLICY
 from moegraft.adapters.keys import parse_key
 from moegraft.adapters.read import WEIGHTS_FILE
-from moegraft.adapters.tensor_file import read_tensors
+from moegraft.adapters.tensor_file import reading
 from moegraft.bench import records
 from moegraft.bench.load_case import LoadCase
 from moegraft.errors import MoegraftError
@@ -209,8 +209,8 @@ class LoadBench:
     @gc_paused()
     def packed(self) -> PackedAdapter:
         """Load the large adapter without a look at its values, and without a checksum."""
-        file = read_tensors(self.file, DEFAULT_POLICY, self.bank.pins)
-        keys = {key: parse_key(key) for key in file.tensors}
+        with reading(self.file, DEFAULT_POLICY, self.bank.pins) as file:
+            keys = {key: parse_key(key) for key in file.tensors}
         config = AdapterConfig.parse(self.options.case.config)
         source = AdapterSource(file.tensors, keys, config, "bench", file.memory)
         bound = bind(source, self.spec)

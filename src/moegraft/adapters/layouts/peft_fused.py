@@ -136,7 +136,11 @@ class PeftFused:
         """Find the wrapped parameters and the role of each."""
         chains: dict[str, dict[int, tuple[str, dict[str, tuple[str, torch.Tensor]]]]] = {}
         sites: dict[str, Site] = {}
+        paths = [path for site in spec.sites for path in (site.name, *site.aliases)]
+        ends = {"experts", "base_layer", *(path.rpartition(".")[2] for path in paths)}
         for module, parts in pair_up(source, pending).items():
+            if module.rpartition(".")[2] not in ends:
+                continue  # tells single experts apart at once
             path = re.sub(r"(\.base_layer)+$", "", module)
             site = spec.resolve_experts(path)
             if site is None or any(tensor.dim() != 2 for _, tensor in parts.values()):

@@ -56,20 +56,20 @@ class PerExpert:
             site = site_of[path]
             if site is None:
                 continue
-            keys = [key for key, _ in parts.values()]
             expert, name = int(match["expert"]), EXPERT_NAMES.get(match["projection"], "")
             problem = _problem(site, expert, name, match["projection"], parts)
             entries = found.setdefault(site.name, {}).setdefault(name, {})
             if not problem and expert in entries:
                 problem = f"a second {name} factor for expert {expert} of {site.name}"
             if problem:
-                result.refuse(keys, problem)
+                result.refuse([key for key, _ in parts.values()], problem)
                 continue
-            lora_a, lora_b = parts["lora_A"][1], parts["lora_B"][1]
+            (key_a, lora_a), (key_b, lora_b) = parts["lora_A"], parts["lora_B"]
             scale = source.config.scale_for(module, lora_a.shape[0])
             entries[expert] = (lora_a, lora_b, scale)
             sites[site.name] = site
-            result.used.update(keys)
+            result.used.add(key_a)
+            result.used.add(key_b)
         for site_name, site in sites.items():
             projections = {name: e for name, e in found[site_name].items() if e}
             result.factors[site_name] = _stack(site, projections, result)
@@ -89,6 +89,10 @@ def _problem(
     parts: dict[str, tuple[str, torch.Tensor]],
 ) -> str:
     """Return why one expert's factors can't be used; "" when they can."""
+    if len(parts) == 2 and expert < site.num_experts and name in site.sizes:
+        (rank_a, *num_in), (*num_out, rank_b) = parts["lora_A"][1].shape, parts["lora_B"][1].shape
+        if rank_a == rank_b > 0 and (*num_in, *num_out) == site.sizes[name]:
+            return ""  # nearly always; there are tens of thousands
     if name not in {p.name for p in site.projections}:
         known = ", ".join(p.name for p in site.projections)
         return f"projection {projection!r} is not one of this model's ({known})"

@@ -30,21 +30,25 @@ def strided(tensors: Sequence[torch.Tensor]) -> Strided | None:
         tensors: two or more, all of one shape and dtype; views of one memory, or not.
     """
     first = tensors[0]
-    memory = first.untyped_storage().data_ptr()
-    starts = []
-    for tensor in tensors:
-        if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != memory:
-            return None
-        starts.append(tensor.storage_offset())
+    size = first.element_size()
+    starts = [tensor.data_ptr() for tensor in tensors]
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return None
     by_start = sorted(range(len(starts)), key=starts.__getitem__)
     begin = starts[by_start[0]]
     step = starts[by_start[1]] - begin
-    if step < first.numel():
+    if step < first.numel() * size or step % size:
+        return None
+    # What lies between the first and the last one of a block of memory is a part of it, too.
+    memory = first.untyped_storage()
+    end = starts[by_start[-1]] + first.numel() * size
+    if begin < memory.data_ptr() or end > memory.data_ptr() + memory.nbytes():
         return None
     places = [0] * len(starts)
     for place, i in enumerate(by_start):
         if starts[i] != begin + place * step:
             return None
         places[i] = place
-    size = (len(starts), *first.shape)
-    return Strided(first.as_strided(size, (step, *first.stride()), begin), tuple(places))
+    offset = (begin - memory.data_ptr()) // size
+    strides = (step // size, *first.stride())
+    return Strided(first.as_strided((len(starts), *first.shape), strides, offset), tuple(places))
