@@ -176,6 +176,43 @@ def test_wrong_options_are_errors(
         assert code == 2 and message in err and not out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "mixed"], "no batch 'mixed'"),
+        (["--tokens", "0"], "--tokens '0'"),
+        (["--adapters", "9"], "9 adapters can't be live in 8 slots"),
+        (["--suite", "all"], "no suite 'all'"),
+        (["--repeats", "0"], "--repeats"),
+        (["--suite", "quick"], "no GPU here"),
+    ],
+)
+def test_wrong_options_of_prefill_are_errors(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "quick" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    for code, out, err in run_both(["prefill", *arguments], capsys):
+        assert code == 2 and message in err and not out
+
+
+def test_both_command_lines_measure_prefill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "require_gpu", lambda: torch.device("cpu"))
+    path = tmp_path / "prefill.jsonl"
+    options = ["--model", "8,32,24,2", "--tokens", "24", "--rank", "4", "--adapters", "2",
+               "--batch", "interleaved,base", "--repeats", "1", "--out", str(path)]  # fmt: skip
+    for code, out, err in run_both(["prefill", *options, "--json"], capsys):
+        document = json.loads(out)
+        assert code == 0 and document["wrong"] == document["bars"] == []
+        assert [r["batch"] for r in document["records"]] == ["interleaved", "base"]
+        assert "T=24 rank=4" in err, "no progress was shown"
+    for code, out, _ in run_both(["prefill", *options], capsys):
+        assert code == 0 and "TFLOP/s" in out and "8x32x24x2" in out
+    assert len(records.read([path], records.PREFILL)) == 8
+
+
 def test_both_command_lines_draw_records(
     tmp_path: Path, found: list[records.Record], capsys: pytest.CaptureFixture[str]
 ) -> None:
