@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 #: Seconds that one call may take on all ranks.
-LIMIT = 60.0
+LIMIT = 120.0
 #: Seconds for starting the processes, which import torch.
 START_LIMIT = 120.0
 #: Seconds for a process to end by itself.

@@ -58,7 +58,7 @@ def model_shards(model: Any, spec: ModelSpec) -> RankShards | None:
         if (getattr(model, "_tp_size", None) or 1) > 1:
             raise UnsupportedError(
                 f"The model was loaded for {model._tp_size} ranks, but none of its parameters is a "
-                "DTensor, so what is on this rank is not known: transformers 5.23 is."
+                "DTensor, so what is on this rank is not known: transformers 5.17 to 5.23 are."
             )
         return None
     shards: dict[str, SiteShard] = {}
@@ -91,7 +91,7 @@ def style_of(path: str, module: nn.Module) -> Mapping[str, Any] | None:
     raise UnsupportedError(
         f"{path} is sharded, and how its forward combines the outputs of the ranks is not known "
         "here, so its adapters would be lost or count twice. The tensor parallel styles of "
-        "transformers 5.23 are known."
+        "transformers 5.17 to 5.23 are known."
     )
 
 
@@ -199,9 +199,10 @@ def _oriented(down: torch.Tensor, out_major: bool) -> tuple[int, int, int]:
 
 def _check_dispatch(path: str, module: nn.Module) -> None:
     """Raise unless tokens stay where they are: rows that travel would lose their adapters."""
-    implementation = _closure(module).get("implementation")
+    parts = _closure(module)
+    implementation = parts.get("implementation", parts.get("self"))
     name = type(implementation).__name__
-    served = name == "AllReduceEP" or (
+    served = name in ("AllReduceEP", "MoeExpertsParallel") or (
         name == "AutoEP"
         and getattr(implementation, "all_reduce", None) is not None
         and getattr(implementation, "megamoe", None) is None
@@ -209,5 +210,5 @@ def _check_dispatch(path: str, module: nn.Module) -> None:
     if not served:
         raise UnsupportedError(
             f"{path} gets its tokens through {name}, which moves rows between ranks without their "
-            f"adapters' ids. {_EP}"
+            f"adapters' ids, or is not known here. {_EP}"
         )
