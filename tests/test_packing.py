@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -226,3 +227,22 @@ def test_the_checksum_of_many_blocks_depends_on_their_order() -> None:
     moved = data.clone()
     moved[-1] += 1
     assert checksum_of(PackedAdapter(moved, row, 3, spans), LAYOUT) != first
+
+
+@pytest.mark.parametrize("shared", ["A", "A and B"])
+def test_what_all_experts_share_gives_the_same_bytes_from_single_experts_and_from_stacks(
+    shared: str,
+) -> None:
+    tensors = per_expert()
+    for name in list(tensors):
+        if "lora_A" in name or shared == "A and B":
+            first = re.sub(r"experts\.\d+", "experts.0", name)
+            tensors[name] = tensors[first].clone()
+    scattered = bound(tensors)
+    in_file_order = bound(in_one_memory(tensors, sorted(tensors)))
+    assert in_file_order.expert_map is not None, "0, 1, 10, .. is not the order of experts"
+    wanted = pack_adapter({"layers.0.experts": scattered}, LAYOUT, torch.float32)
+    found = pack_adapter({"layers.0.experts": in_file_order}, LAYOUT, torch.float32)
+    assert torch.equal(found.row, wanted.row) and torch.equal(found.data, wanted.data)
+    apart = {"layers.0.experts": bound(per_expert())}
+    assert wanted.num_bytes < packed_bytes(apart, LAYOUT, torch.float32)

@@ -253,11 +253,11 @@ def _in_expert_order(site: Site, factors: SiteFactors) -> tuple[torch.Tensor, to
     order = given[live].long()
     count = torch.arange(len(order))
     entries = max((factor.num_entries for factor in factors.projections.values()), default=0)
-    if entries != len(order) or not torch.equal(order.sort().values, count):
+    if entries not in (1, len(order)) or not torch.equal(order.sort().values, count):
         return given, None  # entries that several experts share, or none has
     stored = given.clone()
     stored[live] = count.int()
-    return stored, None if torch.equal(order, count) else order
+    return stored, None if entries == 1 or torch.equal(order, count) else order
 
 
 def _place(piece: Piece, data: torch.Tensor) -> None:

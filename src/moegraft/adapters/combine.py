@@ -61,7 +61,8 @@ def store_equal_copies_once(
         expert reads keeps its bits, and a gate and an up with the very same A keep that.
     """
     found: Counter[tuple[str, str]] = Counter()
-    out = {name: _once(site_factors, found) for name, site_factors in factors.items()}
+    alike = _with_equal_beginning(factors)
+    out = {name: _once(site_factors, alike, found) for name, site_factors in factors.items()}
     notes = [
         f"{leaf} of {projection} is the same for all experts on {count(n, 'experts module')}: "
         "stored once"
@@ -70,14 +71,32 @@ def store_equal_copies_once(
     return out, notes
 
 
-def _once(factors: SiteFactors, found: Counter[tuple[str, str]]) -> SiteFactors:
+def _with_equal_beginning(factors: Mapping[str, SiteFactors]) -> set[int]:
+    """Return the ids of the tensors ``[n, ..]``, n > 1, whose first two entries have equal bits.
+
+    Experts of a trained adapter differ, so this nearly always decides. The host waits for a GPU
+    once, not for each tensor.
+    """
+    projections = [f for site in factors.values() for f in site.projections.values()]
+    tensors = {id(t): t for f in projections for t in (f.lora_A, f.lora_B) if t.shape[0] > 1}
+    pairs = {key: tensor.view(_BITS[tensor.element_size()])[:2] for key, tensor in tensors.items()}
+    on_host = {key for key, (a, b) in pairs.items() if not a.is_cuda and torch.equal(a, b)}
+    on_gpu = {key: (a == b).all() for key, (a, b) in pairs.items() if a.is_cuda}
+    if not on_gpu:
+        return on_host
+    equal = torch.stack(list(on_gpu.values())).tolist()
+    return on_host | {key for key, same in zip(on_gpu, equal, strict=True) if same}
+
+
+def _once(factors: SiteFactors, alike: set[int], found: Counter[tuple[str, str]]) -> SiteFactors:
     made: dict[int, torch.Tensor] = {}
     projections = {}
     for name, factor in factors.projections.items():
         tensors = {"lora_A": factor.lora_A, "lora_B": factor.lora_B}
         for leaf, tensor in tensors.items():
             if id(tensor) not in made:
-                made[id(tensor)] = tensor[:1].clone() if _all_equal(tensor) else tensor
+                once = id(tensor) in alike and _all_equal(tensor)
+                made[id(tensor)] = tensor[:1].clone() if once else tensor
             if made[id(tensor)] is not tensor:
                 found[name, leaf] += 1
         a, b = (made[id(tensor)] for tensor in tensors.values())
@@ -87,10 +106,5 @@ def _once(factors: SiteFactors, found: Counter[tuple[str, str]]) -> SiteFactors:
 
 def _all_equal(tensor: torch.Tensor) -> bool:
     """True when all entries of ``[n, ..]``, n > 1, have the same bits, not all of them 0."""
-    if tensor.shape[0] < 2:
-        return False
     bits = tensor.view(_BITS[tensor.element_size()])
-    # Experts of a trained adapter differ, so the first two nearly always decide.
-    if not torch.equal(bits[0], bits[1]):
-        return False
     return bool((bits[1:] == bits[0]).all()) and bool(bits[0].any())
