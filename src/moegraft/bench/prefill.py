@@ -1,8 +1,8 @@
 """``bench prefill``: one MoE layer at prefill sizes, where arithmetic is the limit.
 
-As :mod:`moegraft.bench.decode`, with three differences: base, LoRA and torch's grouped products are
-timed in turns, for long arithmetic changes a GPU's clocks; rates of arithmetic stand beside times;
-and there is a second limit that counts the rows between the layer's products.
+As :mod:`moegraft.bench.decode`, with four differences: all rows are checked; base, LoRA and torch's
+grouped products are timed in turns, for long arithmetic changes a GPU's clocks; rates of arithmetic
+stand beside times; and there is a second limit that counts the rows between the layer's products.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from moegraft.bench import records
 from moegraft.bench.cases import DecodeCase, Made, check_memory
 from moegraft.bench.decode import case_record, limits_us
+from moegraft.bench.every_row import EveryRow
 from moegraft.bench.harness import MachineLimits, Run, Timer, l2_bytes, measure_limits
 from moegraft.bench.layer_runs import (
     CheckedBase,
     CheckedRun,
-    Expected,
     LayerRun,
     WrongResultError,
     checked_mode,
@@ -91,7 +91,7 @@ def measure_prefill(case: DecodeCase, limits: MachineLimits, timer: Timer) -> re
     mine = {**case_record(case, limits), "traffic": traffic.record(), "limit_us": limit}
     if not case.live:  # nobody's figures with adapters belong beside a batch of base rows
         mine["peers"] = [{**peer, "lora_us": None} for peer in mine["peers"]]
-    expected = Expected(case)
+    expected = EveryRow(case)
     try:
         base = CheckedBase(LayerRun.of_layer(case, "base", lora=False), expected, timer)
     except WrongResultError as error:
