@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
+from audit import adapter_files, what_happens
 from moegraft.adapters import AdapterBank, AdapterStore, ModelSpec, bind, make_source
 from moegraft.errors import AdapterError
 from moegraft.hosts.transformers import Graft
 from moegraft.sites import expert_site
-from moegraft.testing import assert_bit_equal
+from moegraft.testing import assert_bit_equal, assert_close
 from moegraft.types import WeightLayout
 from test_field_faults import experts_pairs
 from test_host_lifecycle import A, B, assert_generates, at_step
@@ -78,6 +80,35 @@ def test_version_and_checksum_say_which_values_are_served(graft: Graft) -> None:
     third = graft.update("policy", tiny.tensors_of(A))
     assert first.version < second.version < third.version == graft.store.info("policy").version
     assert second.checksum != first.checksum == third.checksum
+
+
+def test_a_trainers_live_tensors_and_config_object_need_no_file(graft: Graft) -> None:
+    """What get_peft_model_state_dict() and LoraConfig.to_dict() give, on the trainer's model."""
+    model = tiny.new_model("qwen3_moe")
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules={"q_proj", "v_proj"},
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        init_lora_weights=False,
+    )
+    trained = peft.get_peft_model(model, config)
+    for name, tensors in (("policy", 1), ("again", 2)):
+        with torch.no_grad():
+            for key, parameter in trained.named_parameters():
+                if "lora_B" in key:
+                    parameter.mul_(tensors)
+        state = peft.get_peft_model_state_dict(trained)
+        with what_happens() as events:
+            graft.load_tensors(name, state, config.to_dict())
+        assert adapter_files(events) == []
+        inputs = prompts(3)
+        found = graft.forward(**inputs, adapters=[name, None, name]).logits
+        with torch.no_grad():
+            wanted = trained(**inputs).logits
+        for row in (0, 2):
+            real = inputs["attention_mask"][row].bool()
+            assert_close(found[row][real], wanted[row][real], torch.float32)
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["update", "load"])

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import moegraft
 import tiny
@@ -202,6 +204,20 @@ def test_attach_refuses_what_is_no_model(model: Any) -> None:
         moegraft.attach(model)
     with pytest.raises(UnsupportedError, match="takes a transformers PreTrainedModel"):
         moegraft.attach(type(tiny.base_model(MODEL)))
+
+
+def test_a_part_of_a_distributed_tensor_is_refused_by_name(graft: Graft) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        parts = {k: distribute_tensor(t, mesh, [Shard(0)]) for k, t in TENSORS.items()}
+        with pytest.raises(AdapterError, match=r"is a DTensor, .* give its full_tensor\(\)"):
+            graft.load_tensors("x", parts, CONFIG)
+        whole = {key: tensor.full_tensor() for key, tensor in parts.items()}
+        assert graft.load_tensors("x", whole, CONFIG).checksum == graft.store.info(A).checksum
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_every_way_to_a_file_is_held_to_the_grafts_policy(tmp_path: Path) -> None:
