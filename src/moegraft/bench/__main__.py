@@ -25,37 +25,13 @@ def parser() -> argparse.ArgumentParser:
     found = top.add_subparsers(dest="command", required=True)
 
     one = found.add_parser("decode", help="one MoE layer at decode sizes")
-    one.add_argument("--model", action="append", help="name or E,H,I,K; may be repeated")
-    one.add_argument("--tokens", default=DECODE_TOKENS)
-    one.add_argument("--rank", default="16")
-    one.add_argument("--adapters", default="8", help="adapters live in the batch")
-    one.add_argument("--slots", type=int, default=64)
-    one.add_argument("--kind", default="separate")
-    one.add_argument("--modes", default=AUTO)
-    one.add_argument("--suite", help="record or quick, in place of the options above")
+    _layer_options(one, DECODE_TOKENS, slots=64, repeats=50)
     one.add_argument("--cold", action="store_true")
-    one.add_argument("--repeats", type=int, default=50)
-    one.add_argument("--commit")
-    one.add_argument("--out", type=Path)
-    one.add_argument("--plot", type=Path)
-    one.add_argument("--json", action="store_true")
     one.set_defaults(run=_decode)
 
     six = found.add_parser("prefill", help="one MoE layer at prefill sizes")
-    six.add_argument("--model", action="append", help="name or E,H,I,K; may be repeated")
-    six.add_argument("--tokens", default=PREFILL_TOKENS)
-    six.add_argument("--rank", default="16")
-    six.add_argument("--adapters", default="8", help="adapters live in the batch")
-    six.add_argument("--slots", type=int, default=8)
-    six.add_argument("--kind", default="separate")
+    _layer_options(six, PREFILL_TOKENS, slots=8, repeats=20)
     six.add_argument("--batch", default=SEQUENCES, help="sequences, interleaved, one, base")
-    six.add_argument("--modes", default=AUTO)
-    six.add_argument("--suite", help="record or quick, in place of the options above")
-    six.add_argument("--repeats", type=int, default=20)
-    six.add_argument("--commit")
-    six.add_argument("--out", type=Path)
-    six.add_argument("--plot", type=Path)
-    six.add_argument("--json", action="store_true")
     six.set_defaults(run=_prefill)
 
     two = found.add_parser("plot", help="pictures of records")
@@ -97,6 +73,23 @@ def parser() -> argparse.ArgumentParser:
     five.add_argument("--json", action="store_true")
     five.set_defaults(run=_load)
     return top
+
+
+def _layer_options(command: argparse.ArgumentParser, tokens: str, slots: int, repeats: int) -> None:
+    """Add what measurements of one layer have in common, with their defaults."""
+    command.add_argument("--model", action="append", help="name or E,H,I,K; may be repeated")
+    command.add_argument("--tokens", default=tokens)
+    command.add_argument("--rank", default="16")
+    command.add_argument("--adapters", default="8", help="adapters live in the batch")
+    command.add_argument("--slots", type=int, default=slots)
+    command.add_argument("--kind", default="separate")
+    command.add_argument("--modes", default=AUTO)
+    command.add_argument("--suite", help="record or quick, in place of the options above")
+    command.add_argument("--repeats", type=int, default=repeats)
+    command.add_argument("--commit")
+    command.add_argument("--out", type=Path)
+    command.add_argument("--plot", type=Path)
+    command.add_argument("--json", action="store_true")
 
 
 def _load(a: argparse.Namespace) -> commands.Result:

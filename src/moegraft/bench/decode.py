@@ -13,13 +13,9 @@ from typing import Any
 import torch
 
 from moegraft.bench import records
-from moegraft.bench.cases import (
-    DecodeCase,
-    Made,
-    check_memory,
-    make_case,
-)
-from moegraft.bench.harness import MachineLimits, Timer, l2_bytes, measure_limits
+from moegraft.bench.case_records import case_record, limits_us, measure_each
+from moegraft.bench.cases import DecodeCase, make_case
+from moegraft.bench.harness import MachineLimits, Timer, l2_bytes
 from moegraft.bench.layer_runs import (
     CheckedBase,
     CheckedRun,
@@ -30,8 +26,9 @@ from moegraft.bench.layer_runs import (
     cold_us,
 )
 from moegraft.bench.options import AUTO, DecodeRequest
-from moegraft.bench.peers import grouped_mm_seconds, live_peers, peers_of
-from moegraft.bench.traffic import Traffic
+from moegraft.bench.peers import grouped_mm_seconds, live_peers
+from moegraft.factor_table import SiteTable
+from moegraft.types import ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -61,20 +58,16 @@ def run_decode(
     with the same model, rank, slots and kind share weights and adapters.
     """
     settings = settings or DecodeSettings()
-    for request in requests:
-        check_memory(request, device)
-    say("measuring the limits of the device")
-    limits = measure_limits(device)
-    head = {**records.header(records.DECODE, settings.commit), "limits": limits.record()}
-    timer = Timer(device, settings.repeats)
-    inputs = Made(device)
-    for request in requests:
-        say(request.title())
-        weights, table = inputs.get(request)
+    timer, cold = Timer(device, settings.repeats), settings.cold
+
+    def measure(
+        request: DecodeRequest, weights: ExpertWeights, table: SiteTable, limits: MachineLimits
+    ) -> records.Record:
         case = make_case(request, weights, table, l2_bytes(device))
-        record = {**head, **measure_case(case, limits, timer, settings.cold)}
-        del case, weights, table  # so that the next ones find their memory free
-        yield record
+        return measure_case(case, limits, timer, cold)
+
+    head = records.header(records.DECODE, settings.commit)
+    yield from measure_each(requests, device, head, measure, say)
 
 
 def measure_case(
@@ -104,36 +97,6 @@ def measure_case(
     plain = LayerRun.of_layer(case, "base", lora=False).call(0)
     mine["live_peers"] = live_peers(case, plain, timer)
     return mine
-
-
-def limits_us(limits: MachineLimits, traffic: Traffic) -> dict[str, float]:
-    """Return the least microseconds of a layer without and with the adapters."""
-    base, both = traffic.base_bytes, traffic.base_bytes + traffic.factor_bytes
-    return {
-        "base": limits.seconds(base, traffic.base_flops) * 1e6,
-        "lora": limits.seconds(both, traffic.base_flops + traffic.lora_flops) * 1e6,
-    }
-
-
-def case_record(case: DecodeCase, limits: MachineLimits) -> dict[str, Any]:
-    """Return what a record says of a case before anything ran, with the stored peers."""
-    request, shape = case.request, case.request.shape
-    return {
-        "model": shape.name,
-        "shape": [shape.num_experts, shape.hidden, shape.intermediate, shape.top_k],
-        "tokens": request.tokens,
-        "rank": request.rank,
-        "adapters": request.live,
-        "live": len(case.live),
-        "slots": request.slots,
-        "kind": request.kind,
-        "input_sets": len(case.sets),
-        "reuse_bytes": case.reuse_bytes(),
-        "modes": {},
-        "peers": peers_of(
-            shape.name, request.tokens, request.rank, request.live, request.kind, limits.copy
-        ),
-    }
 
 
 def _measure_base(case: DecodeCase, expected: Expected, timer: Timer, cold: bool) -> dict[str, Any]:

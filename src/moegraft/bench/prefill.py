@@ -7,7 +7,6 @@ stand beside times; and there is a second limit that counts the rows between the
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,10 @@ from typing import Any
 import torch
 
 from moegraft.bench import records
-from moegraft.bench.cases import DecodeCase, Made, check_memory
-from moegraft.bench.decode import case_record, limits_us
+from moegraft.bench.case_records import case_record, limits_us, measure_each
+from moegraft.bench.cases import DecodeCase
 from moegraft.bench.every_row import EveryRow
-from moegraft.bench.harness import MachineLimits, Run, Timer, l2_bytes, measure_limits
+from moegraft.bench.harness import MachineLimits, Run, Timer, l2_bytes
 from moegraft.bench.layer_runs import (
     CheckedBase,
     CheckedRun,
@@ -31,6 +30,8 @@ from moegraft.bench.peers import grouped_mm_run, live_peers
 from moegraft.bench.prefill_case import make_prefill_case
 from moegraft.bench.prefill_options import PrefillRequest
 from moegraft.bench.traffic import Traffic
+from moegraft.factor_table import SiteTable
+from moegraft.types import ExpertWeights
 
 _BASE, _GROUPED = "base", "grouped_mm"
 
@@ -60,28 +61,16 @@ def run_prefill(
     with the same model, rank, slots and kind share weights and adapters.
     """
     settings = settings or PrefillSettings()
-    for request in requests:
-        check_memory(request, device)
-    say("measuring the limits of the device")
-    limits = measure_limits(device)
-    head = {**records.header(records.PREFILL, settings.commit), "limits": limits.record()}
     timer = Timer(device, settings.repeats)
-    inputs = Made(device)
-    for request in requests:
-        say(request.title())
-        weights, table = inputs.get(request)
+
+    def measure(
+        request: PrefillRequest, weights: ExpertWeights, table: SiteTable, limits: MachineLimits
+    ) -> records.Record:
         case = make_prefill_case(request, weights, table, l2_bytes(device))
-        record = {**head, "batch": request.batch, **measure_prefill(case, limits, timer)}
-        del case, weights, table
-        _free_graphs(device)
-        yield record
+        return {"batch": request.batch, **measure_prefill(case, limits, timer)}
 
-
-def _free_graphs(device: torch.device) -> None:
-    """Give the memory of graphs back: other sizes can't use it, and a capture can't free it."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    head = records.header(records.PREFILL, settings.commit)
+    yield from measure_each(requests, device, head, measure, say)
 
 
 def measure_prefill(case: DecodeCase, limits: MachineLimits, timer: Timer) -> records.Record:

@@ -23,6 +23,22 @@ app = typer.Typer(
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Commit = Annotated[str | None, typer.Option(help="Written to the records; else asked from git.")]
+Model = Annotated[
+    list[str] | None,
+    typer.Option(help="Name of a shape, or E,H,I,K; may be repeated. [default: q30, q35]"),
+]
+Tokens = Annotated[str, typer.Option(help="Batch sizes T.")]
+Ranks = Annotated[str, typer.Option(help="Ranks.")]
+Live = Annotated[str, typer.Option(help="Adapters that the batch uses.")]
+Slots = Annotated[int, typer.Option(help="Adapters that are loaded.")]
+Kinds = Annotated[str, typer.Option(help="separate, fused, shared_outer.")]
+Modes = Annotated[str, typer.Option(help="auto, in_kernel, fused_serial, two_stream, serial.")]
+Suite = Annotated[
+    str | None, typer.Option(help="record or quick: a fixed list of cases per model.")
+]
+Plot = Annotated[
+    Path | None, typer.Option(help="Draw FILE, FILE-limit and FILE-retention (png, svg, pdf).")
+]
 Out = Annotated[Path | None, typer.Option(help="Append a JSON line per result to this file.")]
 
 
@@ -45,28 +61,19 @@ def outcome(result: object, as_json: bool) -> Outcome:
 
 @app.command("decode")
 def decode(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(help="Name of a shape, or E,H,I,K; may be repeated. [default: q30, q35]"),
-    ] = None,
-    tokens: Annotated[str, typer.Option(help="Batch sizes T.")] = DECODE_TOKENS,
-    rank: Annotated[str, typer.Option(help="Ranks.")] = "16",
-    adapters: Annotated[str, typer.Option(help="Adapters that the batch uses.")] = "8",
-    slots: Annotated[int, typer.Option(help="Adapters that are loaded.")] = 64,
-    kind: Annotated[str, typer.Option(help="separate, fused, shared_outer.")] = "separate",
-    modes: Annotated[
-        str, typer.Option(help="auto, in_kernel, fused_serial, two_stream, serial.")
-    ] = AUTO,
-    suite: Annotated[
-        str | None, typer.Option(help="record or quick: a fixed list of cases per model.")
-    ] = None,
+    model: Model = None,
+    tokens: Tokens = DECODE_TOKENS,
+    rank: Ranks = "16",
+    adapters: Live = "8",
+    slots: Slots = 64,
+    kind: Kinds = "separate",
     cold: Annotated[bool, typer.Option(help="Also single calls after a flush of the L2.")] = False,
+    modes: Modes = AUTO,
+    suite: Suite = None,
     repeats: Annotated[int, typer.Option(help="Replays; the median counts.")] = 50,
     commit: Commit = None,
     out: Out = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw FILE, FILE-limit and FILE-retention (png, svg, pdf).")
-    ] = None,
+    plot: Plot = None,
     as_json: AsJson = False,
 ) -> Outcome:
     """Time one MoE layer: base, LoRA, its limit, torch's grouped products, peers' figures."""
@@ -85,30 +92,21 @@ def decode(
 
 @app.command("prefill")
 def prefill(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(help="Name of a shape, or E,H,I,K; may be repeated. [default: q30, q35]"),
-    ] = None,
-    tokens: Annotated[str, typer.Option(help="Batch sizes T.")] = PREFILL_TOKENS,
-    rank: Annotated[str, typer.Option(help="Ranks.")] = "16",
-    adapters: Annotated[str, typer.Option(help="Adapters that the batch uses.")] = "8",
-    slots: Annotated[int, typer.Option(help="Adapters that are loaded.")] = 8,
-    kind: Annotated[str, typer.Option(help="separate, fused, shared_outer.")] = "separate",
+    model: Model = None,
+    tokens: Tokens = PREFILL_TOKENS,
+    rank: Ranks = "16",
+    adapters: Live = "8",
+    slots: Slots = 8,
+    kind: Kinds = "separate",
     batch: Annotated[
         str, typer.Option(help="How adapters lie: sequences, interleaved, one, base.")
     ] = SEQUENCES,
-    modes: Annotated[
-        str, typer.Option(help="auto, in_kernel, fused_serial, two_stream, serial.")
-    ] = AUTO,
-    suite: Annotated[
-        str | None, typer.Option(help="record or quick: a fixed list of cases per model.")
-    ] = None,
+    modes: Modes = AUTO,
+    suite: Suite = None,
     repeats: Annotated[int, typer.Option(help="Turns; the median counts.")] = 20,
     commit: Commit = None,
     out: Out = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw FILE, FILE-limit and FILE-retention (png, svg, pdf).")
-    ] = None,
+    plot: Plot = None,
     as_json: AsJson = False,
 ) -> Outcome:
     """Time one MoE layer at prefill sizes: rates of arithmetic beside the columns of decode."""
