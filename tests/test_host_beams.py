@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -107,6 +108,41 @@ def test_beams_over_embeddings_equal_those_over_tokens() -> None:
     wanted = generate(graft, inputs, adapters=rows, **options).sequences
     found = generate(graft, given, adapters=rows, **options).sequences
     assert torch.equal(found, wanted[:, -found.shape[1] :])
+
+
+def test_beams_of_linears_that_share_a_launch_equal_merged_models() -> None:
+    rows, inputs = [A, None, B, C], prompts(4)
+    graft = new_graft("qwen3_moe", fuse_linears=True)
+    for case in (A, B, C):
+        graft.load(case, tiny.folder(case))
+    options = {"num_beams": 3, "num_return_sequences": 3, "output_logits": False}
+    found = generate(graft, inputs, adapters=rows, **options).sequences
+    for row, case in enumerate(rows):
+        wanted = generate(model_for(case, "qwen3_moe"), row_of(inputs, row), **options).sequences
+        assert torch.equal(found[3 * row : 3 * row + 3], wanted), (row, case)
+    graft.detach()
+
+
+def test_two_threads_with_beams_each_get_their_own_rows() -> None:
+    graft, inputs = graft_of("qwen3_moe"), prompts(2)
+    options = {"num_beams": 3, "output_logits": False}
+    wanted = {
+        case: generate(graft, inputs, adapters=[case, None], **options).sequences for case in (A, B)
+    }
+    failures: list[str] = []
+
+    def run(case: str) -> None:
+        for _ in range(3):
+            found = generate(graft, inputs, adapters=[case, None], **options).sequences
+            if not torch.equal(found, wanted[case]):
+                failures.append(case)
+
+    threads = [threading.Thread(target=run, args=(case,)) for case in (A, B, A)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not failures and not any(thread.is_alive() for thread in threads)
 
 
 def test_running_beams_keep_an_adapter_that_is_updated_and_unloaded() -> None:
