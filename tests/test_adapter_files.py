@@ -225,9 +225,9 @@ def test_a_report_counts_every_tensor_once() -> None:
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
-def test_every_experts_router_and_attention_module_is_a_site(name: str) -> None:
+def test_every_experts_router_and_attention_module_and_the_head_is_a_site(name: str) -> None:
     spec = tiny.spec_of(name)
     kinds = [site.kind for site in spec.sites]
-    assert (kinds.count("experts"), kinds.count("router"), kinds.count("linear")) == (2, 2, 8)
-    assert set(spec.refused) == {"lm_head", "model.embed_tokens"}
+    assert (kinds.count("experts"), kinds.count("router"), kinds.count("linear")) == (2, 2, 9)
+    assert spec.sites[-1].name == "lm_head" and set(spec.refused) == {"model.embed_tokens"}
     assert isinstance(tiny.base_model(name).get_submodule(spec.sites[0].name), nn.Module)

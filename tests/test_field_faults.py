@@ -121,11 +121,15 @@ def test_dense_and_moe_layers_in_one_adapter_both_bind() -> None:
 
 
 @pytest.mark.parametrize("key", ["lm_head", "model.lm_head", "model.unembed_tokens"])
-def test_output_head_keys_are_refused_loudly(key: str) -> None:
+def test_output_head_keys_bind_under_every_name_or_are_refused_loudly(key: str) -> None:
     tensors = {**tiny.tensors_of(CASE), **pair(f"base_model.model.{key}", 24, 64, 3)}
+    spec = tiny.spec_of("qwen3_moe")
+    bound = bound_to(spec, tensors, tiny.config_of(CASE))
+    assert bound.report.bound == 18 and "lm_head" in bound.factors
     with pytest.raises(AdapterError, match="2 of 18 tensors can't be served") as caught:
-        bound_to(tiny.spec_of("qwen3_moe"), tensors, tiny.config_of(CASE))
+        bound_to(spec.without("lm_head", "it is sharded"), tensors, tiny.config_of(CASE))
     assert f"{key}.lora_A.weight" in str(caught.value)
+    assert "it is sharded" in str(caught.value)
 
 
 @pytest.mark.parametrize("targets", [None, [], "all-linear", ["model.layers.0.x"], ["experts"]])

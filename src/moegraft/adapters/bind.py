@@ -27,6 +27,10 @@ _LEAF_REASONS = {
     "embedding": "LoRA on embeddings and trainable tokens are not served",
     "full": "it is a full tensor, not a LoRA factor (modules_to_save or bias), which is not served",
 }
+_BASE_COPY = (
+    "it is a base weight, which PEFT saves beside LoRA on a head or an embedding; unless it was "
+    "trained too, leave it out"
+)
 _DORA_ALONE = (
     "a DoRA magnitude can't be left out alone: the factors of its module were trained with it, and "
     "without it they are another function; leave them out too, or train without DoRA"
@@ -104,7 +108,7 @@ def bind(
     times = Counter(source.keys.values()) if pending else Counter()
     for key in source.tensors if pending else ():
         if key in pending:
-            refused[key] = _LEAF_REASONS.get(source.keys[key].leaf) or (
+            refused[key] = _leaf_reason(source, key) or (
                 _TWICE if times[source.keys[key]] > 1 else _why_left(source, spec, key)
             )
     report = BindReport(
@@ -166,7 +170,7 @@ def check_bound(report: BindReport, spec: ModelSpec) -> None:
 
 def is_of_another_model(report: BindReport) -> bool:
     """True when nothing was bound, though some tensor is of a kind that a model could serve."""
-    kinds = {*_LEAF_REASONS.values(), _DORA_ALONE}
+    kinds = {*_LEAF_REASONS.values(), _BASE_COPY, _DORA_ALONE}
     return report.bound == 0 and any(why not in kinds for why in report.refused.values())
 
 
@@ -209,6 +213,14 @@ def _magnitudes_alone(source: AdapterSource, skipped: set[str]) -> list[str]:
         and source.keys[key].leaf == "dora"
         and _WRAPPED.sub("", source.keys[key].module) in kept
     ]
+
+
+def _leaf_reason(source: AdapterSource, key: str) -> str:
+    """Return why tensors of this kind are never taken; "" for factors."""
+    module, leaf = source.keys[key]
+    if leaf == "full" and _WRAPPED.search(module):
+        return _BASE_COPY
+    return _LEAF_REASONS.get(leaf, "")
 
 
 def _why_left(source: AdapterSource, spec: ModelSpec, key: str) -> str:

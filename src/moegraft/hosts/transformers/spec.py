@@ -11,6 +11,12 @@ from moegraft.adapters.spec import ModelSpec, is_other_tower
 from moegraft.sites import Site, expert_site, linear_site
 from moegraft.types import GateUpOrder, WeightLayout
 
+#: Names of the output head in files, whatever the model calls it.
+HEAD_NAMES = (
+    *("lm_head", "model.lm_head", "unembed_tokens", "model.unembed_tokens"),
+    *("output_layer", "embed_out"),
+)
+
 
 def is_experts_module(module: nn.Module) -> bool:
     """True for modules that dispatch through transformers' experts interface."""
@@ -55,7 +61,7 @@ def model_spec(model: nn.Module) -> ModelSpec:
     names: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(path)
-    head = _module_id(model, "get_output_embeddings")
+    head = head_path(model)
     sites: list[Site] = []
     refused: dict[str, str] = {}
     routers = {path for path, _, _ in router_names(model)}
@@ -68,11 +74,13 @@ def model_spec(model: nn.Module) -> ModelSpec:
         elif path in routers:
             num_experts, hidden = module.weight.shape
             site = linear_site(path, hidden, num_experts, "router")
-        elif id(module) == head:
-            refused[path] = "it is the output head; LoRA on it is not served"
-            continue
         elif isinstance(module, nn.Linear):
             site = linear_site(path, module.in_features, module.out_features)
+            if path == head:
+                aliases = (*aliases, *(name for name in HEAD_NAMES if name != path))
+        elif path == head:
+            refused[path] = "it is an output head that is no plain linear; LoRA on it is not served"
+            continue
         else:
             if isinstance(module, nn.Embedding):
                 refused[path] = "it is an embedding; LoRA on embeddings is not served"
@@ -85,7 +93,8 @@ def _with_aliases(site: Site, aliases: tuple[str, ...]) -> Site:
     return Site(site.name, site.kind, site.projections, site.num_experts, site.layout, aliases)
 
 
-def _module_id(model: nn.Module, getter: str) -> int | None:
-    get = getattr(model, getter, None)
-    module = get() if callable(get) else None
-    return None if module is None else id(module)
+def head_path(model: Any) -> str | None:
+    """Return the path of the output head; None for a model without one."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    return next((path for path, module in model.named_modules() if module is head), None)
