@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 import tiny
-from moegraft.adapters import read_adapter, tensor_file
+from moegraft.adapters import read_adapter
 from moegraft.adapters import safe_open as opening
 from moegraft.adapters.file_policy import FilePolicy
-from moegraft.adapters.header import Header
 from moegraft.errors import AdapterError
 
 CASE = "peft/0.21.2/qwen3_moe/experts"
@@ -221,37 +220,6 @@ def test_devices_and_folders_in_place_of_files_are_refused(root: Path) -> None:
         read_adapter(root / "a")
     with pytest.raises(AdapterError, match="is no regular file"):
         read_adapter("/dev/zero")
-
-
-def lengthen(path: Path, header: Header) -> None:
-    with open(path, "ab") as file:
-        file.write(b"more")
-
-
-def cut(path: Path, header: Header) -> None:
-    os.truncate(path, header.data_begin + 5)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [(lengthen, "was written to while it was read"), (cut, r"it ended after [\d,]+ of")],
-)
-def test_a_file_that_changes_while_it_is_read_is_refused(
-    root: Path,
-    change: Callable[[Path, Header], None],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    original = tensor_file.read_header
-
-    def change_meanwhile(*args: Any) -> Header:
-        found = original(*args)
-        change(root / "a" / WEIGHTS, found)
-        return found
-
-    monkeypatch.setattr(tensor_file, "read_header", change_meanwhile)
-    with pytest.raises(AdapterError, match=message):
-        read_adapter(root / "a")
 
 
 def test_a_file_of_holes_that_is_larger_than_the_limit_is_refused(root: Path) -> None:

@@ -15,7 +15,7 @@ from moegraft.adapters.file_policy import DEFAULT_POLICY, FilePolicy
 from moegraft.adapters.finite import check_finite
 from moegraft.adapters.header import STORED_DTYPES, check_tensor_name, wrong_dtype
 from moegraft.adapters.keys import AdapterKey, parse_key
-from moegraft.adapters.safe_open import check_inside, open_regular, path_text
+from moegraft.adapters.safe_open import as_one, check_inside, open_regular, path_text
 from moegraft.adapters.strict_json import check_depth, parse_json
 from moegraft.adapters.tensor_file import reading
 from moegraft.errors import AdapterError, shorten, shown
@@ -85,9 +85,10 @@ def read_adapter(
             f"There is no adapter at {path_text(path)}: expected a folder with {WEIGHTS_FILE} and "
             f"{CONFIG_FILE}. moegraft never downloads; fetch the adapter first."
         )
-    with reading(weights, policy, pin_memory) as file:
-        keys = {key: parse_key(key) for key in file.tensors}
-    config = _load_config(folder / CONFIG_FILE, policy)
+    with as_one(folder, (weights, folder / CONFIG_FILE)):
+        with reading(weights, policy, pin_memory) as file:
+            keys = {key: parse_key(key) for key in file.tensors}
+        config = _load_config(folder / CONFIG_FILE, policy)
     name = str(path)
     origin = name if name.isprintable() else path_text(path)
     _check_any_lora(file.tensors, origin)

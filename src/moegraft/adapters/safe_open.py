@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -49,6 +49,33 @@ def check_inside(path: Path, policy: FilePolicy) -> Path:
             f"{path_text(policy.root)} (links are followed); nothing was read."
         )
     return real
+
+
+@contextmanager
+def as_one(folder: Path, files: Sequence[Path]) -> Iterator[None]:
+    """Read several files of a folder as one thing: of one version, or not at all.
+
+    Raises:
+        AdapterError: the folder or a file was replaced or written to within the block, so that
+            one may be older than the other.
+    """
+    before = [_identity(path) for path in (folder, *files)]
+    yield
+    if [_identity(path) for path in (folder, *files)] != before:
+        raise AdapterError(
+            f"{path_text(folder)} was replaced or written to while it was read, so its config and "
+            "its weights may be of different versions: load it again."
+        )
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    if stat.S_ISDIR(found.st_mode):  # other files may come and go
+        return (found.st_dev, found.st_ino)
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @contextmanager
