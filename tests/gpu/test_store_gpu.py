@@ -301,7 +301,7 @@ def test_single_experts_on_the_gpu_update_an_adapter() -> None:
         index[name] = (end, tuple(tensor.shape))
         end += tensor.numel()
     flat = torch.cat([tensor.flatten() for tensor in tensors(1, "cuda").values()])
-    views = flat_tensors(flat, index, "cuda")
+    views = flat_tensors(flat, index, flat.device)
     assert all(view.is_cuda for view in views.values())
     assert store.update("a", bind(make_source(views, config), SPEC)).checksum == on_host.checksum
     broken = tensors(2, "cuda")
