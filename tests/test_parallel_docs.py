@@ -69,3 +69,10 @@ def test_the_script_for_two_gpus_runs_small_on_the_cpu(tmp_path: Path) -> None:
     splits = ["one GPU", "EP=2", "EP=2 round robin", "TP=2"]
     assert [record["split"] for record in found] == splits
     assert all(record["checked"]["delta_error"] < 0.02 for record in found)
+
+
+@pytest.mark.slow
+def test_the_script_for_models_on_two_gpus_runs_on_the_cpu() -> None:
+    lines = torchrun("tests/gpu/parallel_host_gpu.py", "--cpu")
+    assert [line.split(":")[0] for line in lines] == ["TP", "TP and EP"]
+    assert all("all 6 rows have equal tokens" in line for line in lines)

@@ -11,17 +11,11 @@ small, without graphs, to try the script itself.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-# Multicast over NVLink needs rights that containers seldom have.
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import torch
 import torch.distributed as dist
@@ -37,6 +31,7 @@ from parallel_checks import (
     share_traffic,
     slowest,
 )
+from two_gpus import joined
 
 from moegraft.bench import records
 from moegraft.bench.cases import DecodeCase, Inputs, make_case, random_layer, random_table
@@ -186,7 +181,7 @@ def write(path: Path | None, record: records.Record) -> None:
 
 
 def main() -> None:
-    """Join the group, run, and end without waiting for a rank that failed."""
+    """Read the options and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="file that JSON lines are added to")
     parser.add_argument("--model", default="q30", help="a model's name, or E,H,I,K")
@@ -197,29 +192,14 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="try the script, with gloo")
     options = parser.parse_args()
     start = time.monotonic()
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cpu") if options.cpu else torch.device("cuda", local_rank)
-    if not options.cpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo" if options.cpu else "nccl",
-        timeout=timedelta(seconds=60),
-        device_id=None if options.cpu else device,
-    )
 
     def say(text: str) -> None:
         if dist.get_rank() == 0:
             print(f"[{time.monotonic() - start:5.1f} s] {text}", flush=True)
 
-    try:
+    with joined(options.cpu) as device:
         holds = run_all(device, options, say)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # destroying the group would wait for the other rank
-    say("all results are right" + ("" if holds else "; RETENTION IS NOT WITHIN 2 POINTS"))
-    dist.barrier()
-    dist.destroy_process_group()
+        say("all results are right" + ("" if holds else "; RETENTION IS NOT WITHIN 2 POINTS"))
 
 
 if __name__ == "__main__":
