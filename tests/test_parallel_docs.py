@@ -66,8 +66,8 @@ def test_the_script_for_two_gpus_runs_small_on_the_cpu(tmp_path: Path) -> None:
     lines = torchrun("tests/gpu/parallel_gpu.py", *small, "--out", str(out))
     assert "all results are right" in lines[-1]
     found = [json.loads(line) for line in out.read_text().splitlines()]
-    splits = ["one GPU", "EP=2", "EP=2 round robin", "TP=2"]
-    assert [record["split"] for record in found] == splits
+    assert [record["split"] for record in found] == ["EP=2", "EP=2 round robin", "TP=2"]
+    assert all(record["one_gpu"]["checked"]["delta_error"] < 0.02 for record in found)
     assert all(record["checked"]["delta_error"] < 0.02 for record in found)
 
 

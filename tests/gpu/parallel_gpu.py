@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 
 from parallel_checks import (
+    Share,
     bytes_retention,
     check_all_to_all,
     check_equal_inputs,
@@ -91,10 +93,52 @@ def reduce_us(case: DecodeCase, groups: MoeGroups, timer: Timer) -> float:
     return slowest(timer.measure(timer.capture(run), turns).median * 1e6)
 
 
-def run_all(device: torch.device, options: argparse.Namespace, say: Callable[[str], None]) -> bool:
-    """Check and measure everything; rank 0 writes records. Returns whether retention holds."""
-    size = dist.get_world_size()
-    shape = model_shape(options.model)
+@dataclass(frozen=True, eq=False)
+class Session:
+    """What every split is measured against.
+
+    Attributes:
+        case: the whole layer and its inputs.
+        one_gpu: its result of the first input set, on this GPU alone.
+        expected, timer: for checks and times.
+        head: what every record begins with, the figures of one GPU among it.
+        out: where records go, or None.
+        say: tells people.
+    """
+
+    case: DecodeCase
+    one_gpu: torch.Tensor
+    expected: Expected
+    timer: Timer
+    head: records.Record
+    out: Path | None
+    say: Callable[[str], None]
+
+    def measure_split(self, name: str, share: Share) -> bool:
+        """Check, time and record the layer over the ranks; returns whether its retention holds."""
+        case = self.case
+        base = run_of(case, share.layer(lora=False), f"{name} base", lora=False)
+        lora = run_of(case, share.layer(), name, lora=True)
+        assert_close(lora.call(0), self.one_gpu.float(), self.one_gpu.dtype)
+        found = measure(case, base, lora, self.expected, self.timer)
+        retention, one = found["base_us"] / found["lora_us"], self.head["one_gpu"]
+        within = retention >= one["retention"] - ALLOWED
+        by_bytes = bytes_retention(share_traffic(case, share))
+        figures = {"retention": retention, "bytes_retention": by_bytes, "within_2_points": within}
+        write(self.out, {**self.head, "split": name, **found, **figures})
+        self.say(
+            f"{name}: base {found['base_us']:.1f} us, LoRA {found['lora_us']:.1f} us, retention "
+            f"{retention:.3f}, by bytes alone {by_bytes:.3f} (one GPU {one['retention']:.3f} and "
+            f"{one['bytes_retention']:.3f}): {'within' if within else 'NOT within'} 2 points"
+        )
+        return within
+
+
+def new_session(
+    device: torch.device, options: argparse.Namespace, say: Callable[[str], None]
+) -> Session:
+    """Draw the inputs, and check and time the layer on each GPU alone."""
+    shape, size = model_shape(options.model), dist.get_world_size()
     request = DecodeRequest(shape, options.tokens, options.rank, options.adapters, options.adapters)
     weights = random_layer(shape, device)
     table = random_table(shape, request.rank, request.slots, request.kind, device)
@@ -104,10 +148,10 @@ def run_all(device: torch.device, options: argparse.Namespace, say: Callable[[st
     timer, expected = Timer(device), Expected(case)
     say("inputs and reference")
     lora, base = LayerRun.of_layer(case, None), LayerRun.of_layer(case, "base", lora=False)
-    single = measure(case, base, lora, expected, timer)
-    one_gpu = lora.call(0).clone()
-    say(f"one GPU: base {single['base_us']:.1f} us, LoRA {single['lora_us']:.1f} us")
-    one = single["base_us"] / single["lora_us"]
+    one = measure(case, base, lora, expected, timer)
+    one["retention"] = one["base_us"] / one["lora_us"]
+    one["bytes_retention"] = bytes_retention(case.traffic())
+    say(f"one GPU: base {one['base_us']:.1f} us, LoRA {one['lora_us']:.1f} us")
     head = {
         **records.header(SCHEMA, options.commit),
         "model": shape.name,
@@ -117,61 +161,31 @@ def run_all(device: torch.device, options: argparse.Namespace, say: Callable[[st
         "adapters": request.live,
         "gpus": size,
         "input_sets": len(case.sets),
+        "one_gpu": one,
     }
-    bytes_one = bytes_retention(case.traffic())
-    write(
-        options.out,
-        {**head, "split": "one GPU", **single, "retention": one, "bytes_retention": bytes_one},
-    )
+    return Session(case, lora.call(0).clone(), expected, timer, head, options.out, say)
+
+
+def run_all(device: torch.device, options: argparse.Namespace, say: Callable[[str], None]) -> bool:
+    """Check and measure everything; returns whether every split's retention holds."""
+    session, size = new_session(device, options, say), dist.get_world_size()
     experts, columns = MoeGroups.of(ep_size=size), MoeGroups.of(ep_size=1)
-    alone = reduce_us(case, experts, timer)
+    alone = reduce_us(session.case, experts, session.timer)
+    session.head["all_reduce_us"] = alone
     say(f"all-reduce alone: {alone:.1f} us")
-    splits: Mapping[str, tuple[MoeGroups, bool]] = {
-        f"EP={size}": (experts, False),
-        f"EP={size} round robin": (experts, True),
-        f"TP={size}": (columns, False),
+    shares = {
+        f"EP={size}": make_share(session.case, experts, round_robin=False),
+        f"EP={size} round robin": make_share(session.case, experts, round_robin=True),
+        f"TP={size}": make_share(session.case, columns, round_robin=False),
     }
-    holds = True
-    for name, (groups, round_robin) in splits.items():
-        share = make_share(case, groups, round_robin)
-        found = measure(
-            case,
-            run_of(case, share.layer(lora=False), f"{name} base", lora=False),
-            run_of(case, share.layer(), name, lora=True),
-            expected,
-            timer,
-        )
-        first = case.sets[0]
-        slots = TokenSlots(case.slots, case.live)
-        eager = share.layer()(first.x, first.topk_ids, first.topk_weights, slots)
-        assert_close(eager, one_gpu.float(), eager.dtype)
+    holds = [session.measure_split(name, share) for name, share in shares.items()]
+    for name, share in shares.items():
         if device.type == "cuda":
-            check_fixed_address(case, share, one_gpu)
-        if groups is experts:
-            check_all_to_all(case, share, one_gpu)
-        retention = found["base_us"] / found["lora_us"]
-        within = retention >= one - ALLOWED
-        by_bytes = bytes_retention(share_traffic(case, share))
-        holds = holds and within
-        write(
-            options.out,
-            {
-                **head,
-                "split": name,
-                **found,
-                "all_reduce_us": alone,
-                "retention": retention,
-                "bytes_retention": by_bytes,
-                "one_gpu_retention": one,
-                "within_2_points": within,
-            },
-        )
-        say(
-            f"{name}: base {found['base_us']:.1f} us, LoRA {found['lora_us']:.1f} us, retention "
-            f"{retention:.3f} (one GPU {one:.3f}; by bytes alone {by_bytes:.3f} and "
-            f"{bytes_one:.3f}): {'within' if within else 'NOT within'} 2 points"
-        )
-    return holds
+            check_fixed_address(session.case, share, session.one_gpu)
+            say(f"{name}: graphs of two buckets, one address")
+        check_all_to_all(session.case, share, session.one_gpu)
+        say(f"{name}: ranks with their own tokens")
+    return all(holds)
 
 
 def write(path: Path | None, record: records.Record) -> None:
