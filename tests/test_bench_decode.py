@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import torch
 
-from moegraft.bench import options
+from moegraft.bench import layer_runs, options
 from moegraft.bench.cases import (
     draw_factors,
     make_case,
@@ -29,6 +29,7 @@ from moegraft.bench.shapes import MODELS, ModelShape, model_shape
 from moegraft.bench.traffic import expert_bytes, layer_traffic, reuse_bytes
 from moegraft.call import Mode
 from moegraft.errors import MoegraftError
+from moegraft.layer import MoeLoraLayer
 from moegraft.testing.generate import FACTOR_KINDS
 
 CPU = torch.device("cpu")
@@ -99,6 +100,28 @@ def test_a_wrong_base_has_no_figures_and_is_reported(monkeypatch: pytest.MonkeyP
     (record,) = run_decode([DecodeRequest(TINY, 2, rank=4, live=1, slots=2)], CPU, QUICK)
     assert set(record["base"]) == {"error"} and record["modes"] == {}
     assert wrong([record]) == [record["base"]["error"]] and "output" in decode_table([record])
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_kernels_without_room_are_errors_and_the_other_cases_go_on(
+    lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer whose kernels with adapters, or base kernels, find no room on the device."""
+    errors = pytest.importorskip("triton.runtime.errors")
+
+    class OneRefuses(MoeLoraLayer):
+        def __call__(self, x_TH, topk_ids, topk_weights, slots=None):  # type: ignore[no-untyped-def]
+            if (slots is not None) == lora:
+                raise errors.OutOfResources(300_000, 232_448, "shared memory")
+            return super().__call__(x_TH, topk_ids, topk_weights, slots)
+
+    monkeypatch.setattr(layer_runs, "MoeLoraLayer", OneRefuses)
+    requests = [DecodeRequest(TINY, t, rank=4, live=2, slots=6) for t in (1, 5)]
+    found = list(run_decode(requests, CPU, QUICK))
+    assert len(found) == len(wrong(found)) == 2
+    for record, text in zip(found, wrong(found), strict=True):
+        assert "shared memory" in text and f"T={record['tokens']}" in text
+        assert ("us" in record["base"]) == lora
 
 
 def test_touched_bytes_are_counted_from_the_inputs() -> None:

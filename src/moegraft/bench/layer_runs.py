@@ -35,6 +35,12 @@ class WrongResultError(MoegraftError):
     """A configuration is wrong, so none of its speeds may be reported."""
 
 
+def is_refusal(error: Exception) -> bool:
+    """True for what Triton's compiler or the device says to kernels that it has no room for."""
+    of_triton = type(error).__module__.startswith("triton")
+    return of_triton or str(error).startswith("Triton Error [CUDA]: invalid argument")
+
+
 class LayerRun:
     """A way to call a layer, for every input set of a case.
 
@@ -211,7 +217,7 @@ def checked_mode(
 
     Returns:
         Name and run; or name and the figures that stand in its place: ``note`` where no backend
-        has the mode, ``error`` where it is wrong.
+        has the mode, ``error`` where it is wrong or can't be compiled or launched.
     """
     try:
         run = LayerRun.of_layer(case, None if wanted == AUTO else cast(Mode, wanted))
@@ -230,6 +236,10 @@ def checked_mode(
                 checked.checked["bits"] += f"; equals {twin}"
     except WrongResultError as error:
         return name, {"error": str(error)}
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        return name, {"error": f"{case.request.title()}, {name}: {error}"}
     runs[name] = checked
     return name, checked
 
@@ -238,19 +248,22 @@ class CheckedBase:
     """A captured base layer whose results were compared before anyone may time it.
 
     Raises:
-        WrongResultError: its output differs from the reference, or its graph from the eager call.
+        WrongResultError: its output differs from the reference, or its graph from the eager call,
+            or its kernels can't be compiled or launched.
     """
 
     def __init__(self, run: LayerRun, expected: Expected, timer: Timer) -> None:
         self.run = run
-        with poisoned_empty():
-            self.eager = run.call(0).clone()
         try:
+            with poisoned_empty():
+                self.eager = run.call(0).clone()
             self.checked = expected.check_base(self.eager)
             self.replay: Run = timer.capture(run)
             self.replay()
             assert_same_bits(run.outs[0], self.eager, "the graph and the eager call")
-        except AssertionError as error:
+        except Exception as error:
+            if not isinstance(error, AssertionError) and not is_refusal(error):
+                raise
             raise WrongResultError(f"{run.case.request.title()}, base: {error}") from error
 
 

@@ -124,6 +124,8 @@ def _time(
     turns: dict[str, Run] = {_BASE: base.replay, **{n: run.replay for n, run in runs.items()}}
     try:
         turns[_GROUPED] = timer.capture(grouped)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:  # torch has no grouped products of these sizes or dtypes here
         record["grouped_mm_us"] = None
     timings = timer.measure_in_turns(turns, parts)

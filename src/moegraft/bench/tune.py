@@ -23,7 +23,13 @@ from moegraft.backends.triton.tiles import candidates, choose_config, config_ok
 from moegraft.bench import records
 from moegraft.bench.cases import DecodeCase, Inputs, Made, make_case
 from moegraft.bench.harness import Timer, l2_bytes
-from moegraft.bench.layer_runs import CheckedRun, Expected, LayerRun, WrongResultError
+from moegraft.bench.layer_runs import (
+    CheckedRun,
+    Expected,
+    LayerRun,
+    WrongResultError,
+    is_refusal,
+)
 from moegraft.bench.options import DecodeRequest
 from moegraft.call import LayerCall
 from moegraft.errors import MoegraftError
@@ -195,7 +201,7 @@ class Measured:
             self.wrong.append(f"{config}: {error}")
             return None
         except Exception as error:
-            if not _is_refusal(error):
+            if not is_refusal(error):
                 raise
             return None
         found = Cost(
@@ -217,12 +223,6 @@ def config_run(case: DecodeCase, config: FusedConfig, lora: bool) -> LayerRun:
         return run_layer(call, config)
 
     return LayerRun(case, function, "tiles", str(config), lora)
-
-
-def _is_refusal(error: Exception) -> bool:
-    """True for what the compiler or the device says to tiles that it has no room for."""
-    of_triton = type(error).__module__.startswith("triton")
-    return of_triton or str(error).startswith("Triton Error [CUDA]: invalid argument")
 
 
 def start_config(problem: Problem) -> FusedConfig:
