@@ -67,7 +67,8 @@ def _used(spec: ModelSpec, factors: Any) -> list[Site]:
 
 
 def _complete(site: Site, factors: SiteFactors) -> bool:
-    return factors.expert_map is None and len(factors.projections) == len(site.projections)
+    all_experts = factors.expert_map is None or bool((factors.expert_map >= 0).all())
+    return all_experts and len(factors.projections) == len(site.projections)
 
 
 def _site(name: str, wrapper: Any) -> Site:
