@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from models import ALL_KINDS, BASE, VOCAB, Models
-from server import Server
+from server import Server, running_server
 
 TOKENS = 12
 
@@ -32,18 +33,23 @@ def prompts(number: int, seed: int) -> list[list[int]]:
     ]
 
 
-def test_all_kinds_in_one_concurrent_load_write_what_the_merged_models_write(
-    loaded: Server, models: Models
-) -> None:
+def check_all_kinds(server: Server, models: Models) -> None:
+    """Ask for four texts of each adapter and the base, all at once, and compare them."""
     jobs = [(name, prompt) for prompt in prompts(4, 1) for name in (BASE, *ALL_KINDS)]
     with ThreadPoolExecutor(len(jobs)) as pool:
-        answers = list(pool.map(lambda job: loaded.complete(*job, TOKENS), jobs))
+        answers = list(pool.map(lambda job: server.complete(*job, TOKENS), jobs))
     assert [answer.status for answer in answers] == [200] * len(jobs)
     wanted = [models.greedy(*job, TOKENS) for job in jobs]
     assert [answer.body for answer in answers] == wanted
     for i in range(0, len(jobs), len(ALL_KINDS) + 1):
         texts = wanted[i : i + len(ALL_KINDS) + 1]
         assert all(text != texts[0] for text in texts[1:]), "an adapter that changes nothing"
+
+
+def test_all_kinds_in_one_concurrent_load_write_what_the_merged_models_write(
+    loaded: Server, models: Models
+) -> None:
+    check_all_kinds(loaded, models)
 
 
 def test_the_counters_say_that_moegrafts_layers_ran(loaded: Server) -> None:
@@ -89,6 +95,18 @@ def test_an_adapter_is_unloaded_and_another_one_takes_its_name(
     other = prompts(2, 5)[1]  # vLLM keeps cached blocks of a name that is loaded in place
     assert server.complete("guest", other, 4).body == models.greedy("fused", other, 4)
     assert server.unload("guest").status == 200
+
+
+@pytest.mark.parametrize("experts", [(), ("--enable-expert-parallel",)], ids=["tensor", "expert"])
+def test_two_ranks_write_the_same(experts: tuple[str, ...], models: Models, tmp_path: Path) -> None:
+    options = ("--tensor-parallel-size", "2", *experts)
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with running_server(models.base, tmp_path / "log.txt", *options, env=cores) as server:
+        for name in ALL_KINDS:
+            assert server.load(name, models.adapter(name)).status == 200
+        check_all_kinds(server, models)
+        for counts in server.counters():
+            assert counts["expert_calls_with_adapters"] > 0 and counts["linear_calls"] > 0
 
 
 def test_weights_are_reloaded_under_the_adapters(loaded: Server, models: Models) -> None:

@@ -37,6 +37,18 @@ def test_without_the_plugin_the_same_requests_fail(models: Models, tmp_path: Pat
     assert "moegraft is active" not in log.read_text()
 
 
+def test_what_does_not_apply_is_left_to_vllm_with_one_line(models: Models, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    with running_server(models.base, log, "--lora-dtype", "bfloat16") as server:
+        (counts,) = server.counters()
+        assert (counts["expert_layers"], counts["expert_layers_left"]) == (0, 2)
+        assert (counts["linear_layers"], counts["linear_layers_left"]) == (6, 0)
+    lines = [line for line in log.read_text().splitlines() if "moegraft leaves" in line]
+    assert len(lines) == 1, lines
+    assert "experts to vLLM, at model.layers.0.mlp.experts" in lines[0]
+    assert "adapters are kept as torch.bfloat16, the weights are torch.float32." in lines[0]
+
+
 @pytest.mark.parametrize(
     ("env", "wanted", "line"),
     [

@@ -10,7 +10,12 @@ from vllm import envs
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.platforms import current_platform
 
+from moegraft.errors import MoegraftError
+from moegraft.factors import UNIT_BYTES
 from moegraft.hosts.vllm.formulas import Formula, formula
+from moegraft.ops.operators import cached_plan
+from moegraft.problem import Problem
+from moegraft.types import ExpertWeights
 
 logger = logging.getLogger("vllm.moegraft")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,11 +30,11 @@ def experts_formula(wrapper: Any, lora_config: Any) -> Formula | str:
     """
     experts = wrapper._moe_kernel.fused_experts
     weights = wrapper.base_layer.routed_experts
-    w13, w2 = weights.w13_weight, getattr(weights, "w2_weight", None)
+    w13, w2 = getattr(weights, "w13_weight", None), getattr(weights, "w2_weight", None)
     if type(experts) is not TritonExperts:
         return f"its experts run on {type(experts).__name__}, which lays out weights its own way"
-    if experts.quant_dtype is not None or w13.dtype not in _DTYPES or w2 is None:
-        return f"its weights are {w13.dtype}, quantised; served are bfloat16, float16 and float32"
+    if w13 is None or w2 is None or experts.quant_dtype is not None or w13.dtype not in _DTYPES:
+        return "its weights are quantised; served are bfloat16, float16 and float32"
     if lora_config.fully_sharded_loras and wrapper.tp_size > 1:
         return "fully_sharded_loras splits ranks over GPUs"
     if lora_config.lora_dtype != w13.dtype:
@@ -38,14 +43,26 @@ def experts_formula(wrapper: Any, lora_config: Any) -> Formula | str:
     found = formula(name, experts)
     if found is None:
         return f"there is no activation {name!r}"
-    sizes = (
-        wrapper.local_num_experts,
-        wrapper.intermediate_size_per_partition * (2 if found.layout.gated else 1),
-        wrapper.hidden_size,
-    )
-    if tuple(w13.shape) != sizes:
-        return f"its weights are {tuple(w13.shape)}, not {sizes}"
+    width, hidden = wrapper.intermediate_size_per_partition, wrapper.hidden_size
+    wanted = (wrapper.local_num_experts, width * (2 if found.layout.gated else 1), hidden)
+    if tuple(w13.shape) != wanted:
+        return f"its weights are {tuple(w13.shape)}, not {wanted}"
+    if not _whole_units((hidden, width), w13.dtype):
+        return (
+            f"rows of {hidden} and {width} values do not begin at multiples of {UNIT_BYTES} bytes"
+        )
+    try:
+        base = ExpertWeights(w13, w2, activation=found.activation, layout=found.layout)
+        top_k, max_rank = wrapper.moe_config.experts_per_token, lora_config.max_lora_rank
+        cached_plan(Problem.of(base, 1, top_k, max_rank), None)
+    except MoegraftError as error:
+        return str(error)
     return found
+
+
+def _whole_units(widths: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Return True when rows of these widths, one after the other, all begin at 16 bytes."""
+    return all(width * dtype.itemsize % UNIT_BYTES == 0 for width in widths)
 
 
 def reason_against_linear(wrapper: Any, lora_config: Any) -> str | None:
@@ -63,6 +80,15 @@ def reason_against_linear(wrapper: Any, lora_config: Any) -> str | None:
         return f"adapters are kept as {lora_config.lora_dtype}"
     if not wrapper.lora_a_stacked or not current_platform.can_update_inplace():
         return "vLLM does not add their deltas in place"
+    num_in = wrapper.lora_a_stacked[0].shape[3]
+    if not _whole_units((num_in,), lora_config.lora_dtype):
+        return f"rows of {num_in} values are no multiples of {UNIT_BYTES} bytes"
+    dtype = str(lora_config.lora_dtype).removeprefix("torch.")
+    kind = wrapper.lora_a_stacked[0].device.type
+    try:
+        cached_plan(Problem.of_linear(dtype, kind, 1, num_in, num_in), None)
+    except MoegraftError as error:
+        return str(error)
     return None
 
 

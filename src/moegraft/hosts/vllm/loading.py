@@ -49,7 +49,8 @@ def _reading_with_moegraft(stock: Any) -> Any:
     @functools.wraps(stock)
     def from_local_checkpoint(cls: Any, lora_dir: str, *args: Any, **kwargs: Any) -> Any:
         manager = _loading_for.get()
-        if manager is None or not _reads(manager, lora_dir):
+        elsewhere = kwargs.get("tensorizer_config_dict")  # older versions: another kind of file
+        if manager is None or elsewhere or not _reads(manager, lora_dir):
             return stock(cls, lora_dir, *args, **kwargs)
         return _read(cls, manager, lora_dir, **_named(args, kwargs))
 

@@ -37,6 +37,8 @@ def reason_against() -> str | None:
 
     from moegraft.hosts.vllm.punica import OURS
 
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        return f"the platform is {current_platform.device_name}; served are CUDA and CPU"
     name = current_platform.get_punica_wrapper()
     return None if name in OURS else f"the platform's {name} is not known; known are {list(OURS)}"
 
