@@ -18,9 +18,9 @@ from moegraft.hosts.transformers.generate import Generation
 from moegraft.hosts.transformers.loading import Loading
 from moegraft.hosts.transformers.router import hook_router
 from moegraft.hosts.transformers.row_vectors import RowVectors
-from moegraft.hosts.transformers.sharding import is_distributed, model_shards
+from moegraft.hosts.transformers.sharding import model_shards
 from moegraft.hosts.transformers.siblings import install_linears
-from moegraft.hosts.transformers.spec import head_path, model_spec
+from moegraft.hosts.transformers.spec import model_spec
 from moegraft.hosts.transformers.state import StepState
 from moegraft.layer import MoeLoraLayer
 from moegraft.linear import LinearLora
@@ -29,8 +29,6 @@ from moegraft.sites import VECTOR_KINDS, vector_name
 _ATTACHED = "_moegraft_graft"
 #: Marks linears and routers that carry hooks of a graft.
 _HOOKED = "_moegraft_hooked"
-
-_SHARDED_HEAD = "it is the output head of a sharded model; LoRA on it is not served"
 
 
 class Graft(Loading, Generation):
@@ -61,9 +59,6 @@ class Graft(Loading, Generation):
         self.model: Any = model
         self._file_policy = file_policy
         self.spec = model_spec(model)
-        head = head_path(model)
-        if head is not None and is_distributed(model):
-            self.spec = self.spec.without(head, _SHARDED_HEAD)
         self._shards = model_shards(model, self.spec)
         self._local_spec = self.spec
         if self._shards is not None:
