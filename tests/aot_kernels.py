@@ -20,6 +20,15 @@ from moegraft.backends.triton.lora_shrink import lora_shrink_kernel
 from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kernel
 from moegraft.backends.triton.pair_activation import add_delta_kernel, pair_activation_kernel
 from moegraft.backends.triton.pairs import number_rows_kernel, unpack_kernel
+from moegraft.backends.triton.prefill.block_segments import block_segments_kernel
+from moegraft.backends.triton.prefill.down import prefill_down_kernel
+from moegraft.backends.triton.prefill.gate_up import prefill_gate_up_kernel
+from moegraft.backends.triton.prefill.route import (
+    route_count_kernel,
+    route_place_kernel,
+    route_scan_kernel,
+)
+from moegraft.backends.triton.prefill.shrink import prefill_shrink_kernel
 from moegraft.backends.triton.route import route_kernel
 from moegraft.backends.triton.token_segments import token_segments_kernel
 
@@ -32,6 +41,7 @@ POINTERS = {
     "rows_ptr": "*bf16",
     "weights_ptr": "*bf16",
     "records_ptr": "*i64",
+    "places_ptr": "*i64",
     **{f"records{i}_ptr": "*i64" for i in range(4)},
 }
 BF16 = ("x_ptr", "weight_ptr", "bias_ptr", "h_ptr", "arena_ptr", "out_ptr")
@@ -49,7 +59,8 @@ CONSTANTS: dict[str, Any] = {
     "SIDES": 2, "DELTA": "some", "DENSE": False, "HAS_SLOTS": True, "PDL": True,
     "weight_stride_k": 1, "NUM_PROJECTIONS": 3, "MANY_RANKS": False, "ROWS": 16, "BLOCK_S": 32,
     "BLOCK_G": 128, "BY_TOKEN": True, "IN_PLACE": True, "LOCAL_ONLY": True, "HAS_DELTA": True,
-    "BY_PAIR": False, "BLOCK": 256, "EARLY": True, "STEPS": 1, "SHARES": 4,
+    "BY_PAIR": False, "BLOCK": 256, "EARLY": True, "STEPS": 1, "SHARES": 4, "PROJECTIONS": 3,
+    "BINS": 256, "CHUNK": 1024, "HAS_ORDER": True, "BLOCK_C": 64,
 }  # fmt: skip
 
 
@@ -65,6 +76,9 @@ def compile_kernel(kernel: Any, capability: int, **changes: Any) -> dict[str, An
             signature[name] = constants.pop(name)
         elif name in constants:
             signature[name] = "constexpr"
+        elif name == "weight_desc":
+            shape = f"{constants['BLOCK_N']},{constants['BLOCK_K']}"
+            signature[name] = f"tensordesc<bf16[{shape}]>"
         elif name in BF16:
             signature[name] = "*bf16"
         elif name.endswith("_ptr"):
@@ -124,6 +138,29 @@ def main(capability: int) -> None:
     fp32 = {"x_ptr": "*fp32", **{f"out{i}_ptr": "*fp32" for i in range(4)}}
     compile_kernel(linear_split_kernel, capability, STEPS=4, SPLITS=8, EVEN_K=False, **fp32)
     print("token_segments, linear_lora")
+    prefill(capability)
+
+
+def prefill(capability: int) -> None:
+    """Compile the kernels for many rows per expert, with their real tiles."""
+    tile = {"BLOCK_M": 128, "TAIL_M": 64, "BLOCK_N": 128, "h_ptr": "*bf16", "s_ptr": "*bf16"}
+    for lora, fast in ((False, 0), (True, 4), (True, 0)):
+        options = {**tile, "LORA": lora, "FAST": fast}
+        compile_kernel(prefill_gate_up_kernel, capability, **options)
+        wide = {**options, "BLOCK_N": 256, "y_ptr": "*bf16"}
+        compile_kernel(prefill_down_kernel, capability, **wide)
+    for sides in (1, 2):
+        compile_kernel(
+            prefill_shrink_kernel, capability, SIDES=sides, BLOCK_ROWS=128, s_ptr="*bf16",
+            BLOCK_M=64,
+        )  # fmt: skip
+    compile_kernel(block_segments_kernel, capability, FAST=4, BLOCK_M=128)
+    for ids in ("*i32", "*i64"):
+        options = {"topk_ids_ptr": ids, "order_ptr": "*i64"}
+        compile_kernel(route_count_kernel, capability, **options)
+        compile_kernel(route_place_kernel, capability, BLOCK_M=128, **options)
+    compile_kernel(route_scan_kernel, capability)
+    print("prefill: gate_up, down, shrink, block_segments, route")
 
 
 if __name__ == "__main__":

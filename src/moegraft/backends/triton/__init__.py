@@ -53,6 +53,8 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     """Return what runs a supported problem."""
     from moegraft.backends.triton.device import device_facts
     from moegraft.backends.triton.fused import run_layer
+    from moegraft.backends.triton.prefill.config import prefill_config
+    from moegraft.backends.triton.prefill.layer import run_prefill
     from moegraft.backends.triton.stages import TritonStages
     from moegraft.backends.triton.tiles import choose_config
     from moegraft.backends.triton.unfused import MAX_TWO_STREAM_TOKENS, run_unfused
@@ -69,6 +71,9 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     run: LayerRun = partial(run_layer, config=config)
     if custom or mode in ("two_stream", "serial"):
         run = partial(run_unfused, config=config, two_stream=mode == "two_stream")
+    elif (tiles := prefill_config(problem, facts)) is not None:
+        run = partial(run_prefill, config=tiles, other=config)
+        return Choice(stages, mode, f"many rows per expert: {tiles}", run)
     if mode == "two_stream" and problem.num_tokens > MAX_TWO_STREAM_TOKENS:
         source += f", on one stream (T > {MAX_TWO_STREAM_TOKENS})"
     return Choice(stages, mode, f"{source}: {config}", run)

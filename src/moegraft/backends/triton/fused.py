@@ -100,10 +100,12 @@ def _with_plain_biases(weights: ExpertWeights) -> ExpertWeights:
     return replace(weights, gate_up_bias=gate_up, down_bias=down)
 
 
-def in_pieces(call: LayerCall, run: Callable[[LayerCall], torch.Tensor]) -> torch.Tensor:
-    """Run a call of many tokens piece by piece; a token's result does not depend on the cut."""
+def in_pieces(
+    call: LayerCall, run: Callable[[LayerCall], torch.Tensor], max_pairs: int = MAX_PAIRS
+) -> torch.Tensor:
+    """Run a call of many tokens in pieces of at most ``max_pairs``; no row depends on the cut."""
     out = torch.empty_like(call.x_TH) if call.out is None else call.out
-    step = MAX_PAIRS // call.topk_ids.shape[1]
+    step = max_pairs // call.topk_ids.shape[1]
     for start in range(0, call.x_TH.shape[0], step):
         rows = slice(start, start + step)
         slots = call.slots

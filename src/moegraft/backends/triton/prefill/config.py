@@ -1,0 +1,55 @@
+"""When a layer takes the prefill run, and its tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moegraft.backends.triton.config import GemmConfig
+from moegraft.backends.triton.device import DeviceFacts
+from moegraft.problem import Problem
+from moegraft.types import ExpertWeights
+
+#: Mean rows per expert from which this run is faster than the decode kernels (measured on an H200).
+MIN_ROWS = 128
+#: Pairs of one round of launches; more tokens run piece by piece, which bounds the work buffers.
+MAX_PAIRS = 2**19
+#: Bytes of shared memory that the tiles take.
+SHARED_MEMORY = 200 * 1024
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Tiles of a layer; never depends on which adapters are live.
+
+    Attributes:
+        block_m: rows of a block, at most 128.
+        tail_m: blocks with no more rows than this run with tiles of that height.
+        gate_up, down: tiles of the GEMMs; gate and up have ``block_n`` columns each.
+        shrink: ``block_n`` rows of one program, and its K step.
+    """
+
+    block_m: int = 128
+    tail_m: int = 64
+    gate_up: GemmConfig = field(default_factory=lambda: GemmConfig(128, 64, 8, 3))
+    down: GemmConfig = field(default_factory=lambda: GemmConfig(256, 64, 8, 3))
+    shrink: GemmConfig = field(default_factory=lambda: GemmConfig(64, 64, 4, 4))
+
+
+def prefill_config(problem: Problem, device: DeviceFacts) -> PrefillConfig | None:
+    """Return the tiles; None without enough rows per expert, or a device with tensor maps."""
+    if problem.num_pairs < MIN_ROWS * problem.num_experts or problem.dtype == "float32":
+        return None
+    if device.capability < 90 or device.shared_memory < SHARED_MEMORY:
+        return None
+    return PrefillConfig()
+
+
+def has_tensor_map(weights: ExpertWeights) -> bool:
+    """True when the weights can be read by tensor map: whole rows of K, gate and up apart."""
+    layout = weights.layout
+    if not layout.out_major or layout.gate_up_order == "interleaved":
+        return False
+    return all(
+        w.is_contiguous() and w.data_ptr() % 16 == 0 and w.shape[2] * w.element_size() % 16 == 0
+        for w in (weights.gate_up, weights.down)
+    )

@@ -1,0 +1,211 @@
+"""The kernels for many rows per expert, in Triton's interpreter, against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moegraft.backends.triton.config import FusedConfig, GemmConfig
+from moegraft.backends.triton.device import INTERPRETER, is_interpreted
+from moegraft.backends.triton.prefill import layer as prefill_layer
+from moegraft.backends.triton.prefill import route as prefill_route
+from moegraft.backends.triton.prefill.config import PrefillConfig, has_tensor_map, prefill_config
+from moegraft.backends.triton.prefill.layer import run_prefill
+from moegraft.backends.triton.workspace import max_blocks
+from moegraft.call import LayerCall
+from moegraft.problem import Problem
+from moegraft.sites import expert_site
+from moegraft.testing import layer_case, random_factors
+from moegraft.testing.cases import LayerCase
+from moegraft.testing.compare import assert_close, assert_delta_close
+from moegraft.testing.poison import poisoned_empty
+from moegraft.types import Activation, SiteFactors, WeightLayout
+
+if not is_interpreted():
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+EXPERTS, HIDDEN, INTERMEDIATE = 5, 48, 40
+TILE = GemmConfig(32, 16, 4, 2)
+CONFIG = PrefillConfig(32, 16, TILE, TILE, GemmConfig(16, 16, 4, 2))
+OTHER = FusedConfig(
+    16, GemmConfig(32, 32, 4, 3), GemmConfig(32, 32, 4, 3), GemmConfig(64, 64, 4, 2)
+)
+SWIGLU, RELU2 = Activation(), Activation("relu2")
+
+
+def adapters(layout: WeightLayout, wide: bool = True) -> list[SiteFactors | None]:
+    """Return adapters of several kinds and ranks; ``wide``: one rank is above 16."""
+    site = expert_site("experts", EXPERTS, HIDDEN, INTERMEDIATE, layout)
+    return [
+        random_factors(site, 8, "separate", seed=1),
+        random_factors(site, 3, "fused", seed=2),
+        None,
+        random_factors(site, 33 if wide else 16, "shared_outer", seed=5),
+    ]
+
+
+def make(num_tokens: int, layout: WeightLayout | None = None, **options: Any) -> LayerCase:
+    """Return a case with rows of all adapters, base rows and biases."""
+    layout = WeightLayout() if layout is None else layout
+    settings: dict[str, Any] = {
+        "activation": SWIGLU if layout.gated else RELU2,
+        "biases": True,
+        "minus_ones": 0.2,
+        "scale": 1.5,
+    }
+    settings |= options
+    held = settings.pop("adapters", None) or adapters(layout)
+    slots = settings.pop("slots", [0, 1, -1, 3, 2])
+    return layer_case(
+        num_tokens, held, slots, num_experts=EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE,
+        layout=layout, **settings,
+    )  # fmt: skip
+
+
+def run(case: LayerCase, base: bool = False, config: PrefillConfig = CONFIG) -> torch.Tensor:
+    """Run a case with all work buffers poisoned."""
+    call = LayerCall(
+        case.x,
+        case.routing.topk_ids,
+        case.routing.topk_weights,
+        case.weights,
+        case.table(),
+        None if base else case.slots(),
+        case.expert_offset,
+        case.scale,
+        torch.full_like(case.x, torch.nan),
+    )
+    with poisoned_empty():
+        return run_prefill(call, config, OTHER)
+
+
+def check(case: LayerCase, config: PrefillConfig = CONFIG) -> None:
+    """Compare output, base and delta alone with the reference; base rows bit by bit."""
+    with_lora, base = run(case, config=config), run(case, base=True, config=config)
+    ref_with, ref_base = case.reference(), case.reference(base=True)
+    assert_close(base, ref_base, case.x.dtype)
+    assert_close(with_lora, ref_with, case.x.dtype)
+    assert_delta_close(with_lora, base, ref_with, ref_base)
+    rows = torch.tensor([slot < 0 or case.adapters[slot] is None for slot in case.token_slots])
+    assert torch.equal(with_lora[rows], base[rows])
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["ranks to 16", "a rank above 16"])
+@pytest.mark.parametrize("order", ["gate_first", "up_first", "no_gate"])
+def test_layouts_and_mixed_adapters_match_the_reference(order: str, wide: bool) -> None:
+    layout = WeightLayout(order)  # type: ignore[arg-type]
+    check(make(40, layout, adapters=adapters(layout, wide)))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 60])
+def test_few_and_many_tokens_on_a_part_of_the_experts(num_tokens: int) -> None:
+    check(make(num_tokens, expert_offset=3))
+
+
+def test_more_slots_in_a_block_than_the_first_ones() -> None:
+    site = expert_site("experts", EXPERTS, HIDDEN, INTERMEDIATE)
+    held: list[SiteFactors | None] = [
+        random_factors(site, 4 + i % 5, "separate", seed=i) for i in range(9)
+    ]
+    check(make(50, adapters=held, slots=[*range(9), -1], top_k=1))
+
+
+def test_all_tokens_on_one_expert() -> None:
+    case = make(40, minus_ones=0.0)
+    ids = torch.full_like(case.routing.topk_ids, -1)
+    ids[:, 0] = 2
+    check(replace(case, routing=replace(case.routing, topk_ids=ids)))
+
+
+def test_half_precision_matches_the_reference() -> None:
+    check(make(20, dtype=torch.float16))
+
+
+def test_a_nan_adapter_reaches_no_other_row() -> None:
+    case = make(40, adapters=adapters(WeightLayout(), wide=False))
+    broken = case.adapters[1]
+    assert broken is not None
+    factors = {
+        name: replace(factor, lora_B=torch.full_like(factor.lora_B, torch.nan))
+        for name, factor in broken.projections.items()
+    }
+    bad = replace(case, adapters=(case.adapters[0], SiteFactors(factors), *case.adapters[2:]))
+    mine = torch.tensor(case.token_slots) == 1
+    assert torch.equal(run(bad)[~mine], run(case)[~mine])
+    local = (case.routing.topk_ids >= 0).any(1)
+    assert run(bad)[mine & local].isnan().any(1).all()
+
+
+def test_no_tokens() -> None:
+    assert run(make(1)).shape == (1, HIDDEN)
+    case = make(1)
+    empty = replace(
+        case,
+        x=case.x[:0],
+        token_slots=(),
+        routing=replace(
+            case.routing,
+            topk_ids=case.routing.topk_ids[:0],
+            topk_weights=case.routing.topk_weights[:0],
+        ),
+    )
+    assert run(empty, base=True).shape == (0, HIDDEN)
+
+
+def test_a_call_in_pieces_equals_the_whole_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(40)
+    whole = run(case)
+    monkeypatch.setattr(prefill_layer, "MAX_PAIRS", 30)
+    assert torch.equal(run(case), whole)
+
+
+@pytest.mark.parametrize("layout", [WeightLayout("interleaved"), WeightLayout(out_major=False)])
+def test_weights_that_no_tensor_map_reads_take_the_other_kernels(layout: WeightLayout) -> None:
+    case = make(12, layout, biases=False)
+    assert not has_tensor_map(case.weights)
+    check(case)
+
+
+def test_route_sorts_by_expert_then_slot_over_several_chunks() -> None:
+    tokens, top_k, experts, block_m = 700, 4, 7, 32
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(-1, experts + 2, (tokens, top_k), generator=generator)
+    order = torch.randperm(tokens, generator=generator)
+    rows = prefill_route.run_route(ids, order, experts, block_m, 1)
+    assert rows.num_blocks == max_blocks(tokens * top_k, experts, block_m)
+    local = ids.flatten() - 1
+    places = torch.empty(tokens, dtype=torch.int64)
+    places[order] = torch.arange(tokens)
+    wanted = {
+        e: sorted(
+            (int(places[p // top_k]), p % top_k, int(p)) for p in (local == e).nonzero().flatten()
+        )
+        for e in range(experts)
+    }
+    found: dict[int, list[int]] = {e: [] for e in range(experts)}
+    for block, info in enumerate(rows.block_info.tolist()):
+        expert, count = info // 256, info % 256
+        pairs = rows.row_pair[block * block_m : block * block_m + count].tolist()
+        if count:
+            assert len(found[expert]) % block_m == 0, "only an expert's last block is not full"
+            found[expert] += pairs
+        for i, pair in enumerate(pairs):
+            assert rows.pair_row[pair] == block * block_m + i
+    assert found == {e: [pair for *_, pair in wanted[e]] for e in wanted}
+    outside = (local < 0) | (local >= experts)
+    assert bool((rows.pair_row[outside] == -1).all())
+
+
+def test_the_plan_takes_it_for_many_rows_of_16_bits_only() -> None:
+    many = Problem.of(make(1).weights, 1, 1)
+    many = replace(many, num_tokens=4096, top_k=8, num_experts=128, dtype="bfloat16")
+    assert prefill_config(many, INTERPRETER) is not None
+    assert prefill_config(replace(many, num_tokens=1024), INTERPRETER) is None
+    assert prefill_config(replace(many, dtype="float32"), INTERPRETER) is None
+    assert prefill_config(many, replace(INTERPRETER, capability=80)) is None
+    assert prefill_config(many, replace(INTERPRETER, shared_memory=101_376)) is None
