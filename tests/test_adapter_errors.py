@@ -147,7 +147,7 @@ def test_a_config_in_utf_8_with_a_byte_order_mark_reads(tmp_path: Path) -> None:
             {"rank_pattern": {"(q_proj": 4}},
             r"rank_pattern key '\(q_proj' can't be used: it is not a regular",
         ),
-        ({"rank_pattern": {"(?i)q_proj": 4}}, "it uses look-around, flags"),
+        ({"rank_pattern": {"(?i)q_proj": 4}}, "it uses look-behind, flags"),
         ({"rank_pattern": {"a{99999999999}": 4}}, "is not a regular expression"),
         ({"alpha_pattern": {"(" * 2000 + ")" * 2000: 4}}, "4,000 characters, more than 1,000"),
         (

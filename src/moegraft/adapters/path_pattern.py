@@ -8,7 +8,18 @@ so the time is bounded by the lengths of expression and path.
 
 from __future__ import annotations
 
-from moegraft.adapters.pattern_syntax import Alternatives, Chars, Edge, Node, Repeat, Sequence
+from moegraft.adapters.pattern_syntax import (
+    Ahead,
+    Alternatives,
+    Chars,
+    Edge,
+    Node,
+    Repeat,
+    Sequence,
+    WordEdge,
+)
+
+_WORD = Chars(r"\w")
 
 
 class TooSlow(Exception):
@@ -79,7 +90,23 @@ def _after(node: Node, at: int, text: PathText, budget: Budget) -> int:
         return found
     if isinstance(node, Edge):
         return at & (1 if node.at_start else text.end)
+    if isinstance(node, WordEdge):
+        words = text.mask(_WORD, budget)
+        return at & (words ^ words << 1)
+    if isinstance(node, Ahead):
+        return _ahead(node, at, text, budget)
     return _repeated(node, at, text, budget)
+
+
+def _ahead(node: Ahead, at: int, text: PathText, budget: Budget) -> int:
+    """Return the positions of ``at`` that look-ahead lets through: each one by itself."""
+    found = 0
+    while at:
+        here = at & -at
+        if bool(_after(node.part, here, text, budget)) == node.follows:
+            found |= here
+        at ^= here
+    return found
 
 
 def _repeated(node: Repeat, at: int, text: PathText, budget: Budget) -> int:

@@ -43,6 +43,19 @@ class Edge:
 
 
 @dataclass(frozen=True)
+class WordEdge:
+    """``\\b``, between a character of a word and one of none."""
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """``(?=part)``, where the part follows, or ``(?!part)``, where it does not."""
+
+    part: Node
+    follows: bool
+
+
+@dataclass(frozen=True)
 class Sequence:
     """One part after the other."""
 
@@ -65,7 +78,7 @@ class Repeat:
     most: int | None
 
 
-Node = Chars | Edge | Sequence | Alternatives | Repeat
+Node = Chars | Edge | WordEdge | Ahead | Sequence | Alternatives | Repeat
 
 
 class PatternError(ValueError):
@@ -76,11 +89,11 @@ def parse_pattern(pattern: str) -> Node:
     """Parse an expression.
 
     Takes characters, ``.``, classes, escapes, groups, ``|``, ``* + ? {m,n}`` (greedy or not),
-    ``^`` and ``$``.
+    ``^``, ``$``, ``\\b`` and look-ahead.
 
     Raises:
-        PatternError: no regular expression, too long, or one with look-around, back references,
-            flags, possessive repeats or ``\\b``.
+        PatternError: no regular expression, too long, or one with look-behind, back references,
+            flags or possessive repeats.
     """
     if len(pattern) > MAX_LENGTH:
         raise PatternError(f"it has {len(pattern):,} characters, more than {MAX_LENGTH:,}")
@@ -118,11 +131,7 @@ class _Parser:
     def _one(self, depth: int) -> Node:
         char = self._next()
         if char == "(":
-            if self._take("?"):
-                self._group_kind()
-            inner = self.alternatives(depth + 1)
-            self._next()  # the closing parenthesis
-            return inner
+            return self._group(depth)
         if char == "[":
             return self._char_class()
         if char == "^":
@@ -135,13 +144,15 @@ class _Parser:
             return self._escape()
         return Chars(char, literal=True)
 
-    def _group_kind(self) -> None:
-        if self._take(":"):
-            return
-        if self.pattern.startswith("P<", self.at):
+    def _group(self, depth: int) -> Node:
+        ahead = self._take("?=") or (self._take("?!") and "not")
+        if not ahead and not self._take("?:") and self._take("?"):
+            if not self.pattern.startswith("P<", self.at):
+                self._refuse("look-behind, flags, conditions or atomic groups")
             self.at = self.pattern.index(">", self.at) + 1
-            return
-        self._refuse("look-around, flags, conditions or atomic groups")
+        inner = self.alternatives(depth + 1)
+        self._next()  # the closing parenthesis
+        return Ahead(inner, follows=ahead is True) if ahead else inner
 
     def _char_class(self) -> Chars:
         start = self.at - 1
@@ -160,6 +171,8 @@ class _Parser:
             return Chars(_CONTROL[char], literal=True)
         if char in "AZ":
             return Edge(at_start=char == "A")
+        if char == "b":
+            return WordEdge()
         if char.isalnum():
             self._refuse(f"\\{char}")
         return Chars(char, literal=True)
@@ -187,12 +200,13 @@ class _Parser:
         self.at += 1
         return self.pattern[self.at - 1]
 
-    def _take(self, char: str) -> bool:
-        found = self.pattern.startswith(char, self.at)
-        self.at += found
+    def _take(self, text: str) -> bool:
+        found = self.pattern.startswith(text, self.at)
+        self.at += found * len(text)
         return found
 
     def _refuse(self, what: str) -> NoReturn:
         raise PatternError(
-            f"it uses {what}; what is served are characters, classes, groups, |, repeats, ^ and $"
+            f"it uses {what}; what is served are characters, classes, groups, |, repeats, ^, $ "
+            "and look-ahead"
         )
