@@ -83,11 +83,14 @@ class TableLayout:
         view = table[..., start : start + width]
         return view.unflatten(-1, (len(site.projections), RECORD_WORDS))
 
+    def all_records(self, row: torch.Tensor) -> torch.Tensor:
+        """View the records of all sites of one ``row`` ``[row_words]`` as ``[records, 8]``."""
+        num_records = sum(len(site.projections) for site in self.sites)
+        return row[: num_records * RECORD_WORDS].view(num_records, RECORD_WORDS)
+
     def ranks(self, row: torch.Tensor) -> torch.Tensor:
         """View the live ranks of all records of one ``row`` ``[row_words]``, as int32."""
-        num_records = sum(len(site.projections) for site in self.sites)
-        words = row[: num_records * RECORD_WORDS].view(torch.int32)
-        return words.view(num_records, 2 * RECORD_WORDS)[:, RANK_I32]
+        return self.all_records(row).view(torch.int32)[:, RANK_I32]
 
     def ranks_of(self, ranks: torch.Tensor, site: Site) -> torch.Tensor:
         """View a site's part of ``ranks`` ``[.., records]`` as ``[.., projections]``."""
@@ -127,8 +130,7 @@ class PackedAdapter:
     def relocated(self, base_units: int, layout: TableLayout) -> torch.Tensor:
         """Return the table row with its offsets moved to ``base_units`` in the arena."""
         row = self.row.clone()
-        num_records = sum(len(s.projections) for s in layout.sites)
-        records = row[: num_records * RECORD_WORDS].view(num_records, RECORD_WORDS)
+        records = layout.all_records(row)
         live = records.view(torch.int32)[:, RANK_I32] > 0
         records[live, A_OFFSET] += base_units
         records[live, B_OFFSET] += base_units

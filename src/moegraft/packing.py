@@ -21,7 +21,6 @@ from moegraft.factors import (
     B_OFFSET,
     B_ROW_STRIDE,
     RANK_I32,
-    RECORD_WORDS,
     SCALE_F32,
     SHARED_A_I32,
     UNIT_BYTES,
@@ -198,8 +197,7 @@ def plan_adapter(
     """
     sites = {name: checked_site(layout.sites, name, found) for name, found in factors.items()}
     row = empty_row(layout)
-    num_records = sum(len(site.projections) for site in layout.sites)
-    words = row.numpy()[: num_records * RECORD_WORDS].reshape(num_records, RECORD_WORDS)
+    words = layout.all_records(row).numpy()
     ints, floats = words.view("int32"), words.view("float32")
     pieces: list[Piece] = []
     spans: dict[str, tuple[int, int]] = {}

@@ -22,26 +22,30 @@ def checksum_of(packed: PackedAdapter, layout: TableLayout) -> str:
     change of one word changes them, and any other change does but for a chance of about 2^-60. It
     tells versions apart; it is no proof against somebody who wants two adapters to have the same.
 
-    Each block of a site's 64-bit words is multiplied with fixed odd weights and summed up modulo
-    2^64; the sums and the table row go through BLAKE2b.
+    BLAKE2b of the table row and of every site: of its bytes, or, where it has 256 KiB or more, of
+    one sum per block of 256 KiB, modulo 2^64, of its 64-bit words times fixed odd weights.
     """
     row = packed.row.clone()
-    for site in layout.sites:
-        layout.records(row, site)[:, [A_OFFSET, B_OFFSET]] = 0  # where, not what
-    digest = hashlib.blake2b(row.numpy().tobytes(), digest_size=16)
-    sums = [_block_sums(packed.data[begin:end]) for begin, end in packed.spans.values()]
-    if sums:
-        digest.update(torch.cat(sums).cpu().numpy().tobytes())
+    layout.all_records(row)[:, [A_OFFSET, B_OFFSET]] = 0  # where, not what
+    digest = hashlib.blake2b(row.numpy().data, digest_size=16)
+    parts = [_digestible(packed.data[begin:end]) for begin, end in packed.spans.values()]
+    if parts:
+        digest.update(torch.cat(parts).cpu().numpy().data)  # from a GPU in one copy
     return digest.hexdigest()
 
 
-def _block_sums(data: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sums of all blocks, int64; a last block may be shorter."""
+def _digestible(data: torch.Tensor) -> torch.Tensor:
+    """Return what stands for a site's data in the digest, as int64 words."""
     words = data.view(torch.int64)
-    weights = _weights(data.device)
+    return words if words.numel() < _BLOCK else _block_sums(words)
+
+
+def _block_sums(words: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sums of all blocks, int64; a last block may be shorter."""
+    weights = _weights(words.device)
     whole = words.numel() // _BLOCK * _BLOCK
     blocks, rest = words[:whole].view(-1, _BLOCK), words[whole:]
-    if data.device.type == "cpu":
+    if words.device.type == "cpu":
         sums = [torch.mv(blocks, weights)]
     else:
         sums = [(some * weights).sum(1) for some in blocks.split(_BLOCKS_AT_ONCE)]
