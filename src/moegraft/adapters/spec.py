@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from moegraft.sites import VECTOR_KINDS, Site, vector_site
@@ -77,11 +77,6 @@ class ModelSpec:
     def _known_prefixes(self) -> frozenset[str]:
         own = {part for path in self._by_path for part in _layer_prefix(path)}
         return _WRAPPERS | own
-
-    def without(self, path: str, reason: str) -> ModelSpec:
-        """Return the same without the site at ``path``, which is refused for a reason."""
-        sites = tuple(site for site in self.sites if site.name != path)
-        return replace(self, sites=sites, refused={**self.refused, path: reason})
 
     def _is_elsewhere(self, path: str) -> bool:
         """True for paths of another tower, known as one or by a prefix this model lacks."""
