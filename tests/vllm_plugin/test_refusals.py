@@ -76,7 +76,7 @@ _CASES: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("per_expert", _other_size, "63 -> 32 matrix"),
     ("per_expert", _other_layer, "has no such module"),
     ("per_expert", _ninth_expert, "8"),
-    ("per_expert", _rank, "start it with --max-lora-rank 32"),
+    ("per_expert", _rank, "start it with a --max-lora-rank of at least 32"),
     ("attention", _linear_size, "60 inputs and 128 outputs, the model has 64 and 128"),
     ("attention", _linear_layer, "the model has no model.layers.9.self_attn.q_proj"),
     ("attention", _linear_alone, "has no lora_A"),

@@ -51,8 +51,8 @@ def bind_experts(
     if bound.report.max_rank > manager.lora_config.max_lora_rank:
         raise AdapterError(
             f"{source.origin}: rank {bound.report.max_rank} of its experts is over the engine's "
-            f"{manager.lora_config.max_lora_rank}; start it with --max-lora-rank "
-            f"{bound.report.max_rank} or more."
+            f"{manager.lora_config.max_lora_rank}; start it with a --max-lora-rank "
+            f"of at least {bound.report.max_rank}."
         )
     if any(not _complete(site, bound.factors[site.name]) for site in _used(spec, bound.factors)):
         count("adapters_completed")

@@ -56,8 +56,8 @@ def _check_pair(manager: Any, name: str, a: tuple[int, ...], b: tuple[int, ...])
     limit = manager.lora_config.max_lora_rank
     if a[0] > limit:
         raise AdapterError(
-            f"{name}: rank {a[0]} is over the engine's {limit}; start it with --max-lora-rank "
-            f"{a[0]} or more."
+            f"{name}: rank {a[0]} is over the engine's {limit}; start it with a --max-lora-rank "
+            f"of at least {a[0]}."
         )
     place = _place(manager, name)
     if place is None:
