@@ -245,14 +245,12 @@ class PeftFused:
             chosen, why = "rank_major", "PEFT's order"
             mapping = source.config.raw.get("auto_mapping")
             if marker is not None:
-                result.notes.append(
-                    f"lora_B_layout={shown(marker)} is unknown; PEFT's order was assumed"
-                )
+                note = f"lora_B_layout={shown(marker)} is unknown; PEFT's order was assumed"
+                result.notes.append(note)
             elif isinstance(mapping, dict) and mapping.get("unsloth_fixed"):
                 result.notes.append(
                     "the config shows signs of Unsloth, whose files before 2026-09-17 order B by "
-                    "expert; if outputs look scrambled pass expert_b_layout='grouped_by_expert' "
-                    "(command line: --expert-b-layout)"
+                    "expert: pass expert_b_layout='grouped_by_expert' (--expert-b-layout) for those"
                 )
         return chosen == "grouped_by_expert", f"{chosen} ({why})"
 
