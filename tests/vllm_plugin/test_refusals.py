@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import BASE, Models, Tensors
 from safetensors.torch import load_file, save_file
-from server import Server
+from server import Server, running_server
 
 _GATE = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight"
 _QUERY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -151,3 +151,16 @@ def test_a_bad_one_in_place_of_a_good_one_leaves_the_good_one(
 def test_a_folder_that_is_not_there_is_404(server: Server, tmp_path: Path) -> None:
     answer = server.load("nobody", tmp_path / "nothing")
     assert answer.status == 404 and "No adapter found" in answer.message
+
+
+def test_an_engine_for_shared_outer_factors_serves_those_and_refuses_others(
+    models: Models, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.txt"
+    with running_server(models.base, log, "--enable-moe-shared-loras") as server:
+        assert server.load("outer", models.adapter("shared_outer")).status == 200
+        prompt = [11, 12, 13, 14]
+        assert server.complete("outer", prompt, 4).body == models.greedy("shared_outer", prompt, 4)
+        wanted = "this engine was started with --enable-moe-shared-loras"
+        assert_refused(server, models, models.adapter("per_expert"), wanted)
+        assert server.complete("outer", prompt, 4).body == models.greedy("shared_outer", prompt, 4)

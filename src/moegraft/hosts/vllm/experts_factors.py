@@ -117,6 +117,8 @@ def _packed(
             pairs[projection.name] = _Pair(empty_a, empty_b)
         else:
             pairs[projection.name] = _pair(wrapper, factor, factors.expert_map, dtype, known_a)
+    if wrapper.enable_moe_shared_loras:
+        _check_outer_are_shared(site, pairs)
     sides = _three_dimensional if isinstance(wrapper, stock.FusedMoE3DWithLoRA) else _per_side
     chosen = sides(site, pairs)
     rank = max(pair.a.shape[1] for pair in pairs.values())
@@ -162,6 +164,17 @@ def _of_this_ranks_experts(
     entries = expert_map[mine].long()
     spread = matrix[entries.clamp(0, matrix.shape[0] - 1)]
     return torch.where((entries >= 0)[:, None, None], spread, torch.zeros_like(spread[:1]))
+
+
+def _check_outer_are_shared(site: Site, pairs: dict[str, _Pair]) -> None:
+    """Raise where the engine's slots have room for one outer factor, and the adapter has many."""
+    outer = [pair.a for name, pair in pairs.items() if name != "down"] + [pairs["down"].b]
+    if any(factor.shape[0] > 1 for factor in outer):
+        raise AdapterError(
+            f"{site.name}: the adapter has outer factors (A of gate and up, B of down) for each "
+            "expert, but this engine was started with --enable-moe-shared-loras, which keeps one "
+            "for all. Start it without: moegraft serves both kinds then."
+        )
 
 
 def _per_side(site: Site, pairs: dict[str, _Pair]) -> list[_Pair]:
