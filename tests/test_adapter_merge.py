@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tiny
-from moegraft.adapters import BoundAdapter, bind, make_source
+from moegraft.adapters import BoundAdapter, ModelSpec, bind, make_source
 from moegraft.adapters.merge import Merged, merge
 from moegraft.errors import AdapterError
+from moegraft.sites import expert_site
 from moegraft.testing import assert_bit_equal, assert_close, relative_error
+from moegraft.types import WeightLayout
 from stacked import CONFIG, experts_of, random_pairs, stacked_form
 from tiny_grafts import graft_of, new_graft, prompts
 
@@ -202,6 +204,31 @@ def test_checkpoints_that_can_not_take_the_delta_are_refused(tmp_path: Path) -> 
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (source / "config.json").write_text(json.dumps(config))
     assert "is quantised (mxfp4)" in refused(source, bound, out, model)
+
+
+@pytest.mark.parametrize(
+    ("width", "cut", "reason"),
+    [
+        (8, 0, "experts have square matrices only"),
+        (6, 200, "up_proj: the file ends before it does"),
+    ],
+)
+def test_square_stacks_and_short_files_are_refused(
+    width: int, cut: int, reason: str, tmp_path: Path
+) -> None:
+    site = expert_site("layers.0.mlp.experts", 2, 8, width, WeightLayout("no_gate"))
+    spec, source = ModelSpec((site,)), tmp_path / "in"
+    tensors = stacked_form(site, random_pairs(site, names=("up",)), {"up": "w1"})
+    bound = bind(make_source(tensors, CONFIG), spec)
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    weights = {f"{site.name}.up_proj": torch.zeros(2, width, 8)}
+    save_file(weights, source / "model.safetensors")
+    whole = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(whole[: len(whole) - cut])
+    with pytest.raises(AdapterError, match=reason):
+        merge(source, bound, spec, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_folders_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
