@@ -6,7 +6,9 @@ vLLM answers 500 to whatever a worker raised, with its own words around it.
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import sys
+from importlib import import_module
 from typing import Any
 
 #: Begins every message of a refused adapter.
@@ -16,10 +18,13 @@ _BEHIND = "', please check the stack trace"
 
 
 def install() -> None:
-    """Change the answer, in the process that has the HTTP server; others lack the module."""
-    serving: Any = sys.modules.get(_SERVING)
-    if serving is not None:
-        models = serving.OpenAIServingModels
+    """Change the answer in processes that may have the HTTP server.
+
+    That is the first process, and others that have its module already; engine and workers, which
+    are started by it, need no web framework.
+    """
+    if _SERVING in sys.modules or multiprocessing.parent_process() is None:
+        models: Any = import_module(_SERVING).OpenAIServingModels
         models.load_lora_adapter = _answering(models.load_lora_adapter)
 
 
