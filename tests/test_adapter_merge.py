@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from moegraft.adapters import BoundAdapter, ModelSpec, bind, make_source
 from moegraft.adapters.merge import Merged, merge
 from moegraft.errors import AdapterError
+from moegraft.hosts.transformers import model_spec
 from moegraft.sites import expert_site
 from moegraft.testing import assert_bit_equal, assert_close, relative_error
 from moegraft.types import WeightLayout
@@ -229,6 +230,19 @@ def test_square_stacks_and_short_files_are_refused(
     with pytest.raises(AdapterError, match=reason):
         merge(source, bound, spec, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_not_merged(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    config = AutoConfig.from_pretrained(MODELS / "qwen3_moe", tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(source)
+    spec = model_spec(model)
+    pair = {"lm_head.lora_A": torch.ones(3, 24), "lm_head.lora_B": torch.ones(64, 3)}
+    bound = bind(make_source(pair, CONFIG), spec)
+    with pytest.raises(AdapterError, match=r"known as lm_head linear.* tied to the embedding"):
+        merge(source, bound, spec, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_folders_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:

@@ -108,9 +108,10 @@ def check_all_found(
     ]
     if lost:
         raise AdapterError(
-            f"The checkpoint has no weight that is known as {shorten(lost)}: its names are not "
-            "those of the model's save_pretrained. Load it with transformers, save it again, and "
-            "merge into that."
+            f"The checkpoint has no weight that is known as {shorten(lost)}. Either its names are "
+            "not those of the model's save_pretrained: load it with transformers, save it again, "
+            "and merge into that; or it is an output head that is tied to the embedding, which the "
+            "delta must not change: untie it first."
         )
     biases = {change.site.name for change in changes if change.role == BIAS}
     without = [
