@@ -1,10 +1,11 @@
-"""The GPU backend, in Triton: kernels for decode-shaped batches; larger ones run in pieces.
+"""The GPU backend, in Triton: kernels for decode-shaped batches, and for many rows per expert.
 
     route -> gate_up_activation (+ delta) -> down (+ delta) -> finalize
 
-:mod:`moegraft.backends.triton.fused` is the whole layer, :mod:`.unfused` the same from plain stages
-(modes ``two_stream`` and ``serial``; activations that are functions), :mod:`.launch` each kernel's
-launch, :mod:`.tiles` what tiles they get. Each kernel file says which stages it replaces.
+:mod:`moegraft.backends.triton.fused` is the whole layer, :mod:`.prefill` the same for many rows per
+expert, :mod:`.unfused` from plain stages (modes ``two_stream`` and ``serial``; activations that are
+functions), :mod:`.launch` each kernel's launch, :mod:`.tiles` what tiles they get. Each kernel file
+says which stages it replaces.
 """
 
 from __future__ import annotations
