@@ -73,3 +73,19 @@ def test_the_switches(env: dict[str, str], wanted: str, line: str) -> None:
     said = done.stdout + done.stderr
     assert line in said
     assert line or "moegraft" not in said
+
+
+_NO_SERVER = """
+import logging, sys
+logging.basicConfig(level=logging.INFO)
+sys.modules["vllm.entrypoints.openai.models.serving"] = None  # can't be imported
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+"""
+
+
+def test_where_the_http_server_can_not_be_imported_the_layers_are_there() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _NO_SERVER], capture_output=True, text=True, check=True
+    )
+    assert "moegraft is active" in done.stdout + done.stderr

@@ -6,6 +6,7 @@ vLLM answers 500 to whatever a worker raised, with its own words around it.
 from __future__ import annotations
 
 import functools
+import logging
 import multiprocessing
 import sys
 from importlib import import_module
@@ -13,6 +14,7 @@ from typing import Any
 
 #: Begins every message of a refused adapter.
 REFUSED = "moegraft refuses the adapter"
+logger = logging.getLogger("vllm.moegraft")
 _SERVING = "vllm.entrypoints.openai.models.serving"
 _BEHIND = "', please check the stack trace"
 
@@ -23,9 +25,14 @@ def install() -> None:
     That is the first process, and others that have its module already; engine and workers, which
     are started by it, need no web framework.
     """
-    if _SERVING in sys.modules or multiprocessing.parent_process() is None:
+    if _SERVING not in sys.modules and multiprocessing.parent_process() is not None:
+        return
+    try:
         models: Any = import_module(_SERVING).OpenAIServingModels
-        models.load_lora_adapter = _answering(models.load_lora_adapter)
+    except Exception as error:  # vLLM without what its server needs: no server, no answers
+        logger.debug("There is no HTTP server here: %r", error)
+        return
+    models.load_lora_adapter = _answering(models.load_lora_adapter)
 
 
 def _answering(stock: Any) -> Any:

@@ -53,7 +53,6 @@ def install() -> None:
     from moegraft.hosts.vllm import answers, layers, linears, loading
     from moegraft.hosts.vllm.method import ModularMethod
 
-    answers.install()  # the one that imports more of vLLM: if that fails, nothing is replaced
     ours: dict[Any, Any] = {
         stock.FusedMoEWithLoRA: layers.FusedMoEWithLoRA,
         stock.FusedMoE3DWithLoRA: layers.FusedMoE3DWithLoRA,
@@ -66,6 +65,7 @@ def install() -> None:
     ModularMethod.name = method.FusedMoEModularMethod.name  # what custom_ops lists call it
     _replace_punica()
     loading.install()
+    answers.install()
     _separate_compile_caches()
     logger.info(
         "moegraft is active: MoE layers%s with LoRA run on it.",
