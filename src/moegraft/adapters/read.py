@@ -85,10 +85,13 @@ def read_adapter(
             f"There is no adapter at {path_text(path)}: expected a folder with {WEIGHTS_FILE} and "
             f"{CONFIG_FILE}. moegraft never downloads; fetch the adapter first."
         )
-    with as_one(folder, (weights, folder / CONFIG_FILE)):
+    # Links of the folder are followed once, so that one that is flipped leads to one version.
+    folder = Path(os.path.realpath(folder))
+    weights, config_file = folder / weights.name, folder / CONFIG_FILE
+    with as_one(folder, (weights, config_file)):
         with reading(weights, policy, pin_memory) as file:
             keys = {key: parse_key(key) for key in file.tensors}
-        config = _load_config(folder / CONFIG_FILE, policy)
+        config = _load_config(config_file, policy)
     name = str(path)
     origin = name if name.isprintable() else path_text(path)
     _check_any_lora(file.tensors, origin)
