@@ -234,3 +234,27 @@ def test_a_linear_for_a_matrix_of_exchanged_sizes_is_refused() -> None:
     pair = {"lora_A.weight": torch.ones(2, 4), "lora_B.weight": torch.ones(8, 2)}
     with pytest.raises(AdapterError, match=r"it is for a 4 -> 8 matrix.* is 8 -> 4"):
         bind({f"{spec.sites[0].name}.{k}": t for k, t in pair.items()}, {"r": 2}, spec=spec)
+
+
+#: One module per layout that reads lora_A and lora_B.
+MODULES = {
+    "per_expert": "model.layers.0.mlp.experts.0.up_proj",
+    "per_projection": "model.layers.0.mlp.experts.up_proj",
+    "peft_fused": "model.layers.0.mlp.experts",
+    "linear": "model.layers.0.self_attn.q_proj",
+    "router": "model.layers.0.mlp.gate",
+    "fused_linear": "model.layers.0.self_attn.qkv_proj",
+}
+
+
+@pytest.mark.parametrize("shape_b", [(), (3,), (16, 3)])
+@pytest.mark.parametrize("shape_a", [(), (3,), (3, 24, 16)])
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+def test_factors_with_other_dimensions_are_refused_by_name(
+    module: str, shape_a: tuple[int, ...], shape_b: tuple[int, ...]
+) -> None:
+    pair = {f"{module}.lora_A.weight": shape_a, f"{module}.lora_B.weight": shape_b}
+    tensors = {key: torch.ones(shape) for key, shape in pair.items()}
+    bound = bind_source(make_source(tensors, {}), tiny.spec_of("qwen3_moe"))
+    assert bound.report.bound == 0 and set(bound.report.refused) == set(tensors)
+    assert all(bound.report.refused.values()) and not bound.factors

@@ -76,6 +76,14 @@ ONE_EXPERT_RANK_ZERO = {
     "model.layers.0.mlp.experts.0.up_proj.lora_A.weight": torch.ones(0, 24),
     "model.layers.0.mlp.experts.0.up_proj.lora_B.weight": torch.ones(16, 0),
 }
+UP = "model.layers.0.mlp.experts.0.up_proj"
+NO_DIMENSIONS = {f"{UP}.lora_{x}.weight": torch.ones(()) for x in "AB"}
+ONE_DIMENSION = {f"{UP}.lora_{x}.weight": torch.ones(3) for x in "AB"}
+#: Three and one dimension, whose sizes read in a row are those of a good pair.
+THREE_AND_ONE = {
+    f"{UP}.lora_A.weight": torch.ones(3, 24, 16),
+    f"{UP}.lora_B.weight": torch.ones(3),
+}
 
 
 def try_to_load(tensors: dict[str, Any], config: dict[str, Any], options: ReadOptions) -> None:
@@ -101,6 +109,9 @@ def try_to_load(tensors: dict[str, Any], config: dict[str, Any], options: ReadOp
 @QUICK
 @example(ONE_RANK_ZERO, {}, ReadOptions())
 @example(ONE_EXPERT_RANK_ZERO, {}, ReadOptions())
+@example(NO_DIMENSIONS, {}, ReadOptions())
+@example(ONE_DIMENSION, {}, ReadOptions())
+@example(THREE_AND_ONE, {}, ReadOptions())
 @given(TENSORS, CONFIGS, OPTIONS)
 def test_any_keys_shapes_and_config_end_in_a_report_or_an_adapter_error(
     tensors: dict[str, torch.Tensor], config: dict[str, Any], options: ReadOptions

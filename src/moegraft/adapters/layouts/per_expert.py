@@ -90,8 +90,9 @@ def _problem(
 ) -> str:
     """Return why one expert's factors can't be used; "" when they can."""
     if len(parts) == 2 and expert < site.num_experts and name in site.sizes:
-        (rank_a, *num_in), (*num_out, rank_b) = parts["lora_A"][1].shape, parts["lora_B"][1].shape
-        if rank_a == rank_b > 0 and (*num_in, *num_out) == site.sizes[name]:
+        shape_a, shape_b = parts["lora_A"][1].shape, parts["lora_B"][1].shape
+        two_d = len(shape_a) == len(shape_b) == 2
+        if two_d and shape_a[0] == shape_b[1] > 0 and (shape_a[1], shape_b[0]) == site.sizes[name]:
             return ""  # nearly always; there are tens of thousands
     if name not in {p.name for p in site.projections}:
         known = ", ".join(p.name for p in site.projections)
