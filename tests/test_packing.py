@@ -118,6 +118,14 @@ def test_entries_in_another_order_pack_to_the_same_bytes_with_shared_factors_too
     assert torch.equal(found.data, wanted.data)
 
 
+def test_entries_in_another_order_may_be_on_another_device_than_where_they_go() -> None:
+    factors = random_adapter(SITES[:1], 3).factors["layers.0.experts"]
+    backwards = SiteFactors(factors.projections, torch.arange(11, -1, -1, dtype=torch.int32))
+    plan = plan_adapter({SITES[0].name: backwards}, LAYOUT, torch.float32)
+    assert any(piece.order is not None and not piece.is_b for piece in plan.pieces)
+    plan.fill(torch.empty(plan.elements, device="meta"))  # the only other device of every machine
+
+
 def test_an_entry_that_two_experts_read_is_stored_once() -> None:
     factors = random_adapter(SITES[:1], 2, seed=3).factors["layers.0.experts"]
     two = {

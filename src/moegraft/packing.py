@@ -269,7 +269,8 @@ def _place(piece: Piece, data: torch.Tensor) -> None:
     rows = rows[:, :, :width]
     if order is not None:
         order = order.to(matrix.device)
-        if not piece.is_b and matrix.dtype == rows.dtype and rows.is_contiguous():
+        same = matrix.dtype == rows.dtype and matrix.device == rows.device
+        if same and not piece.is_b and rows.is_contiguous():
             torch.index_select(matrix, 0, order, out=rows)
             return
         matrix = matrix.index_select(0, order)
