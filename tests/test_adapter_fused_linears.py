@@ -9,6 +9,8 @@ import torch
 
 import tiny
 from moegraft.adapters import BoundAdapter, ModelSpec, bind, check_bound, make_source
+from moegraft.adapters.layouts.base import LayoutResult
+from moegraft.adapters.layouts.fused_linear import FUSED, _join, _Part
 from moegraft.errors import AdapterError
 from moegraft.sites import Site, linear_site
 from moegraft.testing import assert_bit_equal, assert_close, relative_error
@@ -108,6 +110,18 @@ def test_parts_with_scales_of_their_own_keep_them() -> None:
     expected = torch.cat([6 / 3 * b0 @ a0, 6 / 5 * b1 @ a1])
     assert relative_error(delta_at(bound, FUSED_MODEL.sites[1]), expected) <= 1e-6
     assert any("different scales" in note for note in bound.report.notes)
+
+
+def test_parts_are_put_together_on_the_device_that_they_are_on() -> None:
+    parts = {name: pair(rows, seed=rows) for name, rows in ROWS.items()}
+    members = [
+        _Part(name, [], *(tensor.to("meta") for tensor in parts[name]), scale=1.0) for name in ROWS
+    ]
+    result = LayoutResult()
+    site = FUSED_MODEL.sites[0]
+    assert _join(members, site, FUSED["qkv_proj"], result)
+    [factor] = result.factors[site.name].projections.values()
+    assert factor.lora_A.is_meta and factor.lora_B.is_meta
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from moegraft.adapters.layouts.base import (
     not_a_pair,
     pair_up,
 )
+from moegraft.adapters.layouts.stacking import common_dtype
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import count
@@ -150,9 +151,10 @@ def _join(members: list[_Part], site: Site, order: tuple[str, ...], result: Layo
         return False
     scale = max((member.scale for member in members), key=abs)
     mixed = len({member.scale for member in members}) > 1
-    dtype = torch.float32 if mixed else members[0].lora_b.dtype
-    lora_a = torch.cat([member.lora_a.to(dtype) for member in members])
-    lora_b = torch.zeros(size.out_features, lora_a.shape[0], dtype=dtype)
+    dtype_a = common_dtype(member.lora_a for member in members)
+    dtype = torch.float32 if mixed else common_dtype(member.lora_b for member in members)
+    lora_a = torch.cat([member.lora_a.to(dtype_a) for member in members])
+    lora_b = torch.zeros(size.out_features, lora_a.shape[0], dtype=dtype, device=lora_a.device)
     column = 0
     for member in members:
         rank = member.lora_a.shape[0]
