@@ -6,10 +6,19 @@ import pytest
 import torch
 
 from moegraft.adapters import AdapterBank, AdapterStore
-from moegraft.errors import AdapterError
+from moegraft.errors import AdapterError, MoegraftError
 from moegraft.testing import bound_adapter, random_adapter, random_factors
 from moegraft.types import TokenSlots
-from store_tools import SITES, assert_holds, bank_of, make_bank, make_store, pack
+from store_tools import (
+    SITES,
+    assert_holds,
+    assert_state,
+    bank_of,
+    make_bank,
+    make_store,
+    pack,
+    state_of,
+)
 
 
 def add(store: AdapterStore, *ranks: int) -> list[str]:
@@ -50,6 +59,38 @@ def test_a_frozen_arena_refuses_a_larger_adapter_with_both_numbers() -> None:
         store.add("big", random_adapter(SITES, 16, seed=3))
     with store.use(["r0"]):
         pass
+
+
+def test_an_arena_that_finds_no_memory_stays_as_it_was() -> None:
+    store = make_store(3)
+    [name] = add(store, 2)
+    with store.use([name]):
+        pass
+    bank = bank_of(store)
+    before, memory = state_of(bank), bank._arena
+    version = memory.version
+    with pytest.raises(MoegraftError, match=r"no memory for an arena of 1,000,000,000,000,000 byt"):
+        bank.reserve(10**15)
+    assert_state(bank, before)
+    assert memory.version == version and not bank.frozen
+
+
+def test_an_arena_that_moves_is_seen_when_its_copy_is_done_and_goes_when_its_kernels_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bank = make_bank(2)
+    bank.write(0, "a", pack(bank, random_adapter(SITES, 3)))
+    memory, old = bank._arena, bank._arena.data
+    seen: list[tuple[bool, int]] = []
+
+    def synchronize() -> None:  # which does nothing on a CPU
+        seen.append((memory.data is old, memory.version))
+
+    monkeypatch.setattr(bank.order, "synchronize", synchronize)
+    version = memory.version
+    bank.reserve(100_000)
+    # For the copies into the old one; for the copy to the new one; for readers of the old one.
+    assert seen == [(True, version), (True, version), (False, version + 1)]
 
 
 def test_reserving_keeps_what_is_there_and_a_fixed_arena_refuses() -> None:

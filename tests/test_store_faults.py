@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moegraft.adapters import AdapterStore
-from moegraft.errors import AdapterError
+from moegraft.errors import AdapterError, MoegraftError
 from moegraft.testing import constant_adapter
 from store_faults import Faults, InjectedError, faults
 from store_tools import (
@@ -77,7 +77,7 @@ def test_a_fault_at_any_step_leaves_every_adapter_whole_and_every_byte_owned(
             with store.use(["idle"]):
                 pass
             before = {info.name: (info.version, info.checksum) for info in store.infos()}
-            with faults.at(step, after) as armed, suppress(InjectedError, AdapterError):
+            with faults.at(step, after) as armed, suppress(InjectedError, MoegraftError):
                 OPERATIONS[operation](store)
             fired.append(armed.fired)
             assert_holds(bank_of(store), slot, constant_adapter(SITES, 1.0, rank=2))
@@ -160,7 +160,7 @@ def test_eight_threads_of_mixed_operations_with_faults_keep_every_invariant(
         for step in programs[i]:
             at, after = step[3] or (None, False)
             # Refused, or failed on purpose.
-            with faults.at(at, after), suppress(InjectedError, AdapterError):
+            with faults.at(at, after), suppress(InjectedError, MoegraftError):
                 one(step, seen)
 
     run_threads(work)
@@ -183,7 +183,7 @@ def test_a_hundred_loads_and_unloads_with_faults_leave_nothing(faults: Faults, s
     store = make_store(2)
     for turn in range(100):
         at, after = choose.randrange(14), choose.random() < 0.5
-        with faults.at(at, after), suppress(InjectedError):
+        with faults.at(at, after), suppress(InjectedError, MoegraftError):
             store.add("a", constant_adapter(SITES, float(turn + 1), rank=1 + turn % 3))
             with store.use(["a"]):
                 pass
@@ -194,3 +194,16 @@ def test_a_hundred_loads_and_unloads_with_faults_leave_nothing(faults: Faults, s
             store.remove("a")
             assert bank_of(store).memory.used == 0
     assert_nothing_left(store)
+
+
+def test_no_memory_for_an_arena_that_never_moves_says_what_to_do(faults: Faults) -> None:
+    store = make_store(2)
+    num_bytes = store.add("a", constant_adapter(SITES, 1.0)).num_bytes
+    with (
+        faults.at(0) as armed,
+        pytest.raises(AdapterError, match=rf"2 adapters of {num_bytes:,} bytes .* max_adapters"),
+    ):
+        store.freeze()
+    assert armed.fired == "_new_arena" and not bank_of(store).frozen
+    store.freeze()
+    assert bank_of(store).frozen and bank_of(store).memory.arena == 2 * num_bytes

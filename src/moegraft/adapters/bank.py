@@ -133,6 +133,7 @@ class AdapterBank:
 
         Raises:
             AdapterError: it has a fixed size that is smaller.
+            MoegraftError: no memory for it. Nothing has changed then.
         """
         missing = -(-num_bytes // UNIT_BYTES) - self._free.capacity
         if missing > 0:
@@ -206,6 +207,7 @@ class AdapterBank:
 
         Raises:
             AdapterError: rank over the maximum, or a full arena that may not grow.
+            MoegraftError: no memory for the arena to grow.
         """
         self.check_rank(name, packed.max_rank)
         units = packed.num_bytes // UNIT_BYTES
@@ -283,12 +285,15 @@ class AdapterBank:
     def _move(self, capacity: int) -> None:
         """Move to a larger arena of ``capacity`` units. Rare, so the host may wait for the GPU.
 
-        Kernels of other streams have then ended before the old arena goes, and those that start
-        later find everything in the new one.
+        Others see the new arena when everything is in it, and the old one goes when the kernels
+        that were given it have ended.
         """
-        arena, old = self._new_arena(capacity), self._arena.data
+        with memory_for(f"an arena of {capacity * UNIT_BYTES:,} bytes"):
+            arena = self._new_arena(capacity)
+        old = self._arena.data
         self.order.synchronize()
         arena[: old.numel()].copy_(old)
+        self.order.synchronize()
         self._arena.data = arena
         self._arena.version += 1
         self.order.synchronize()

@@ -24,7 +24,7 @@ from moegraft.adapters.info import (
 )
 from moegraft.adapters.name_locks import NameLocks
 from moegraft.adapters.residency import Entry, Residency
-from moegraft.errors import AdapterError, shorten, shown
+from moegraft.errors import AdapterError, MoegraftError, shorten, shown
 from moegraft.packing import pack_adapter, places_of
 
 
@@ -209,7 +209,7 @@ class AdapterStore:
             wanted = largest * self._bank.num_slots
             try:
                 self._bank.reserve(wanted)
-            except torch.OutOfMemoryError as error:
+            except MoegraftError as error:
                 raise AdapterError(
                     f"CUDA graphs need an arena that never moves: room for {self._bank.num_slots} "
                     f"adapters of {largest:,} bytes does not fit on the device; attach with a "
