@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moegraft
+from moegraft.hosts.transformers.agreement import HeldRows, agreed
 from moegraft.testing import assert_close
 from parallel_hosts import CONFIG, MODES, adapters_for, merged, sharded_model, whole_model
 from tiny_grafts import prompts
@@ -144,3 +147,19 @@ def ranks_that_differ(rank: int, folder: Path) -> list[str]:
             expected = merged(whole, graft.spec, adapters[name])(**one).logits
         assert_close(logits[row : row + 1][:, mask], expected[:, mask], torch.float32)
     return found
+
+
+def a_rank_that_fails(rank: int) -> str:
+    """One rank finds no memory for its adapters; returns what each rank is told."""
+
+    @contextmanager
+    def hold() -> Iterator[HeldRows]:
+        if rank == 1:
+            torch.zeros(2**60)
+        yield HeldRows(["a"], {"a": 0})
+
+    try:
+        with agreed(hold()):
+            raise AssertionError(f"the batch ran on rank {rank}")
+    except (RuntimeError, moegraft.MoegraftError) as error:
+        return f"{type(error).__name__}: {error}"

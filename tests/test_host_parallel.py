@@ -88,3 +88,10 @@ def test_a_batch_that_one_rank_can_not_run_is_refused_on_all(folder: Path) -> No
     assert "all ranks must run the same batch" in first[1]
     assert "all ranks must run the same batch" in second[1]
     assert "so no rank does" in second[2] and first[2] in second[2]
+
+
+def test_a_rank_that_fails_in_any_way_leaves_no_other_waiting() -> None:
+    first, second = shared(2).run(refusals.a_rank_that_fails)
+    assert second.startswith("RuntimeError: ")
+    assert first.startswith("MoegraftError: Rank 1 can't run this batch, so no rank does")
+    assert first.endswith(f"It says: {second}")

@@ -34,34 +34,38 @@ def agreed(hold: AbstractContextManager[HeldRows]) -> Iterator[HeldRows]:
     whose rows have other adapters add up parts of different results. Slots may differ.
 
     Raises:
-        MoegraftError: as ``hold`` does on this rank.
+        Exception: as ``hold`` does on this rank.
         AdapterError: another rank was refused, or has other rows.
+        MoegraftError: another rank failed in any other way, as for want of memory.
     """
     with ExitStack() as stack:
         held: HeldRows | None = None
-        refusal: MoegraftError | None = None
+        failure: Exception | None = None
         try:
             held = stack.enter_context(hold)
-        except MoegraftError as error:
-            refusal = error
-        _compare(held, refusal)
+        except Exception as error:
+            failure = error
+        _compare(held, failure)
         assert held is not None
         yield held
 
 
-def _compare(held: HeldRows | None, refusal: MoegraftError | None) -> None:
-    mine = (None if refusal is None else str(refusal), [] if held is None else list(held.names))
+def _compare(held: HeldRows | None, failure: Exception | None) -> None:
+    refused = isinstance(failure, MoegraftError)
+    reason = None
+    if failure is not None:
+        reason = str(failure) if refused else f"{type(failure).__name__}: {failure}"
+    mine = (reason, refused, [] if held is None else list(held.names))
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    if refusal is not None:
-        raise refusal
-    for rank, (reason, names) in enumerate(everyone):
+    if failure is not None:
+        raise failure
+    for rank, (reason, refused, names) in enumerate(everyone):
         if reason is not None:
+            kind = AdapterError if refused else MoegraftError
+            raise kind(f"Rank {rank} can't run this batch, so no rank does. It says: {reason}")
+        if names != mine[2]:
             raise AdapterError(
-                f"Rank {rank} can't run this batch, so no rank does. It says: {reason}"
-            )
-        if names != mine[1]:
-            raise AdapterError(
-                f"Rank {dist.get_rank()} was called with adapters={mine[1]}, rank {rank} with "
+                f"Rank {dist.get_rank()} was called with adapters={mine[2]}, rank {rank} with "
                 f"{names}: all ranks must run the same batch."
             )
