@@ -217,6 +217,44 @@ def test_values_beyond_the_models_dtype_are_refused() -> None:
     assert len(store) == 0
 
 
+def test_float32_values_beyond_bfloat16_are_refused_on_a_bfloat16_model() -> None:
+    spec = tiny.spec_of("qwen3_moe")
+    tensors = {key: tensor.clone() for key, tensor in tiny.tensors_of(CASE).items()}
+    key = next(iter(tensors))
+    tensors[key] = torch.full_like(tensors[key], 3.4e38)
+    bound = bind(tensors, tiny.config_of(CASE))
+    store = AdapterStore(AdapterBank(spec.sites, num_slots=1, max_rank=4, dtype=torch.bfloat16))
+    with pytest.raises(AdapterError, match=r"beyond bfloat16's range of 3\.38.*in float32"):
+        store.add("x", bound)
+    assert len(store) == 0
+    bound.factors[next(iter(bound.factors))].projections["down"].lora_A.fill_(float("nan"))
+    with pytest.raises(AdapterError, match="NaN or infinite values"):
+        store.add("x", bound)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.bfloat16), (torch.bfloat16,) * 2])
+@pytest.mark.parametrize("other", [torch.float16, torch.float32])
+def test_experts_of_several_dtypes_keep_every_value(
+    dtypes: tuple[torch.dtype, torch.dtype], other: torch.dtype
+) -> None:
+    values = (1 + 2**-10, 2.0**20)  # an A that bfloat16 would round, a B that float16 can't hold
+    tensors = {}
+    for expert, (dtype_a, dtype_b) in enumerate([dtypes, (other, torch.float32), dtypes]):
+        path = f"model.layers.0.mlp.experts.{expert}.down_proj"
+        rank = 1 + expert % 2
+        tensors[f"{path}.lora_A.weight"] = torch.full((rank, 16), values[0]).to(dtype_a)
+        tensors[f"{path}.lora_B.weight"] = torch.full((24, rank), values[1]).to(dtype_b)
+    bound = bind(tensors, {"r": 1})
+    factors = bound.factors["model.layers.0.mlp.experts"]
+    factor = factors.projections["down"]
+    for expert in range(3):
+        path, rank = f"model.layers.0.mlp.experts.{expert}.down_proj", 1 + expert % 2
+        found_a = factor.lora_A[factors.entry(expert), :rank]
+        found_b = factor.lora_B[factors.entry(expert), :, :rank]
+        assert torch.equal(found_a.double(), tensors[f"{path}.lora_A.weight"].double())
+        assert torch.equal(found_b.double(), tensors[f"{path}.lora_B.weight"].double())
+
+
 def test_a_refusal_stays_short_however_many_tensors_are_refused() -> None:
     tensors = {
         f"model.layers.0.mlp.experts.{100 + e}.{p}_proj.lora_{x}.weight": torch.ones(2, 2)

@@ -103,6 +103,28 @@ def test_q_k_and_v_of_a_file_are_rows_of_the_models_qkv(names: str) -> None:
     assert "are rows of the model's qkv_proj (1 place)" in bound.report.layouts["fused_linear"]
 
 
+@pytest.mark.parametrize("first", ["gate_proj", "up_proj"])
+def test_parts_of_several_dtypes_keep_every_value(first: str) -> None:
+    parts: Tensors = {}
+    expected = torch.zeros(40, 24)
+    for start, name in ((0, "gate_proj"), (20, "up_proj")):
+        a, b = pair(20, seed=start)
+        a, b = (a.half(), b.half()) if name == first else (a, 1e6 * b)
+        parts |= put(f"{MLP}.{name}", a, b)
+        expected[start : start + 20] = 2.0 * b.float() @ a.float()
+    bound = bound_to(FUSED_MODEL, parts)
+    assert relative_error(delta_at(bound, FUSED_MODEL.sites[1]), expected) <= 1e-6
+
+
+def test_one_part_of_two_dtypes_keeps_every_value() -> None:
+    a, b = pair(20)
+    b = (1e6 * b).bfloat16()
+    bound = bound_to(FUSED_MODEL, put(f"{MLP}.gate_proj", a, b))
+    expected = torch.zeros(40, 24)
+    expected[:20] = 2.0 * b.float() @ a
+    assert relative_error(delta_at(bound, FUSED_MODEL.sites[1]), expected) <= 1e-6
+
+
 def test_parts_with_scales_of_their_own_keep_them() -> None:
     (a0, b0), (a1, b1) = pair(20), pair(20, rank=5, seed=1)
     tensors = {**put(f"{MLP}.gate_proj", a0, b0), **put(f"{MLP}.up_proj", a1, b1)}

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from moegraft.adapters.finite import check_packed, is_finite
 from moegraft.adapters.layouts import ReadOptions
 from moegraft.adapters.report import BindReport
 from moegraft.errors import AdapterError, shorten, shown
 from moegraft.factors import PackedAdapter
+from moegraft.types import SiteFactors
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,31 @@ def name_is_taken(name: str, version: int) -> AdapterError:
     )
 
 
-def check_overflow(name: str, packed: PackedAdapter) -> None:
-    """Refuse factors that are finite in their file but not in the model's dtype (float16)."""
-    if packed.data.dtype == torch.float16 and not bool(torch.isfinite(packed.data).all()):
-        count = int((~torch.isfinite(packed.data)).sum())
-        raise AdapterError(
-            f"Adapter {name!r} has {count} values beyond float16's range of 65504; load the model "
-            "in bfloat16 or float32 to serve it."
-        )
+def check_overflow(name: str, packed: PackedAdapter, factors: Mapping[str, SiteFactors]) -> None:
+    """Refuse factors that are finite as given but not in the model's dtype.
+
+    Args:
+        name: the adapter's.
+        packed: its factors in the model's dtype.
+        factors: the same as given; values are looked at only when a dtype here has a wider range.
+
+    Raises:
+        AdapterError: some values are too large, or were not finite before.
+    """
+    dtype, limit = packed.data.dtype, torch.finfo(packed.data.dtype).max
+    projections = [f for site in factors.values() for f in site.projections.values()]
+    given = [tensor for f in projections for tensor in (f.lora_A, f.lora_B)]
+    wider = {tensor.dtype for tensor in given if torch.finfo(tensor.dtype).max > limit}
+    if not wider or is_finite(packed.data):
+        return
+    if not all(map(is_finite, given)):
+        check_packed(name, packed)
+    count = int((~torch.isfinite(packed.data)).sum())
+    short, *others = (str(d).removeprefix("torch.") for d in (dtype, *sorted(wider, key=str)))
+    raise AdapterError(
+        f"Adapter {name!r} has {count} values beyond {short}'s range of {limit:g}; load the model "
+        f"in {' or '.join(others)} to serve it."
+    )
 
 
 def check_covers(name: str, old: BindReport, new: BindReport) -> None:

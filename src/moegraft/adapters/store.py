@@ -276,7 +276,7 @@ class AdapterStore:
         device = bank.device if bank.pins and places == {"cuda"} else "cpu"
         packed = pack_adapter(bound.factors, bank.layout, bank.dtype, bank.pins, memory, device)
         bank.check_fits(name, packed)
-        check_overflow(name, packed)
+        check_overflow(name, packed, bound.factors)
         if "cuda" in places:
             check_packed(name, packed)  # they were not looked at when they were read
         entry = Entry(name, 0, checksum_of(packed, bank.layout), packed, bound.report, read_as)

@@ -20,7 +20,7 @@ from moegraft.adapters.layouts.base import (
     not_a_pair,
     pair_up,
 )
-from moegraft.adapters.layouts.stacking import strided
+from moegraft.adapters.layouts.stacking import common_dtype, strided
 from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import count
@@ -172,7 +172,6 @@ def _alike(entries: dict[int, _Entry]) -> bool:
 def _stack_projection(
     site: Site, name: str, entries: dict[int, _Entry], experts: list[int], result: LayoutResult
 ) -> LoraFactor:
-    first_a = next(iter(entries.values()))[0]
     rank = max(lora_a.shape[0] for lora_a, _, _ in entries.values())
     scales = {scale for _, _, scale in entries.values()}
     scale = max(scales, key=abs)
@@ -182,12 +181,15 @@ def _stack_projection(
         return LoraFactor(lora_a, torch.stack([b for _, b, _ in in_order]), scale)
     # One scale per projection: experts that differ (rank_pattern on single experts) get theirs
     # through B, computed in fp32.
-    dtype = first_a.dtype if len(scales) == 1 else torch.float32
+    dtype_a = common_dtype(a for a, _, _ in entries.values())
+    dtype_b = common_dtype(b for _, b, _ in entries.values())
     if len(scales) > 1:
+        dtype_b = torch.float32
         result.notes.append(f"{site.name} {name}: experts have different scales; B carries them")
     sizes = site.projection(name)
-    a3 = first_a.new_zeros(len(experts), rank, sizes.in_features, dtype=dtype)
-    b3 = first_a.new_zeros(len(experts), sizes.out_features, rank, dtype=dtype)
+    some_a = next(iter(entries.values()))[0]
+    a3 = some_a.new_zeros(len(experts), rank, sizes.in_features, dtype=dtype_a)
+    b3 = some_a.new_zeros(len(experts), sizes.out_features, rank, dtype=dtype_b)
     for i, expert in enumerate(experts):
         if expert in entries:
             lora_a, lora_b, own_scale = entries[expert]

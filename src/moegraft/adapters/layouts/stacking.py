@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
+
+
+def common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """Return the smallest dtype that holds the values of one or more tensors exactly."""
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 class Strided(NamedTuple):
