@@ -9,7 +9,7 @@ import torch
 
 from moegraft.adapters import BoundAdapter
 from moegraft.backends.cpu import CpuStages, LoraMethod
-from moegraft.errors import AdapterError
+from moegraft.errors import AdapterError, MoegraftError
 from moegraft.layer import MoeLoraLayer
 from moegraft.testing import (
     assert_bit_equal,
@@ -239,7 +239,7 @@ def test_memory_that_runs_out_while_growing_leaks_no_user(monkeypatch: pytest.Mo
         pass
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", no_memory)
-        with pytest.raises(RuntimeError, match="out of memory"), store.use(["b"]):
+        with pytest.raises(MoegraftError, match="out of memory"), store.use(["b"]):
             pass
     for name in "aba":  # nobody holds the slot
         with store.use([name]):
