@@ -83,6 +83,26 @@ def test_a_decoders_adapters_stay_until_its_batch_ends() -> None:
         decoder.prefill(inputs["input_ids"], f"{QWEN}experts")
 
 
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [
+        (["nobody", None], "no adapter 'nobody'"),
+        ([f"{QWEN}experts", f"{QWEN}router"], "2 different adapters .* has 1 slots"),
+        ([None], "2 rows but 1 adapters"),
+    ],
+)
+def test_a_batch_goes_on_when_the_next_one_is_refused(adapters: list[Any], message: str) -> None:
+    graft, inputs = static_graft(max_adapters=1), prompts(2)
+    rows = [f"{QWEN}experts", None]
+    expected = greedy(graft, inputs, rows, 5)
+    decoder = graft.decoder(2, 16)
+    decoder.prefill(inputs["input_ids"], rows, inputs["attention_mask"])
+    decoder.run(2)
+    with pytest.raises(moegraft.AdapterError, match=message):
+        decoder.prefill(inputs["input_ids"], adapters, inputs["attention_mask"])
+    assert torch.equal(decoder.run(2), expected)
+
+
 @pytest.mark.parametrize("shape", [(1, 4), (3, 4), (2, 16), (2, 0)])
 def test_prompts_that_do_not_fit_a_decoder_are_refused(
     graft: Graft, shape: tuple[int, int]

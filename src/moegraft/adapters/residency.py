@@ -55,6 +55,15 @@ class Entry:
         )
 
 
+def check_count(names: list[str], num_slots: int) -> None:
+    """Raise :class:`AdapterError` when a batch has more adapters than there are slots."""
+    if len(names) > num_slots:
+        raise AdapterError(
+            f"The batch uses {len(names)} different adapters ({', '.join(names)}), the bank has "
+            f"{num_slots} slots: attach with max_adapters={len(names)} or split the batch."
+        )
+
+
 class Residency:
     """The bank's slots and who is in them. Not safe to use from several threads by itself.
 

@@ -23,7 +23,7 @@ from moegraft.adapters.info import (
     name_is_taken,
 )
 from moegraft.adapters.name_locks import NameLocks
-from moegraft.adapters.residency import Entry, Residency
+from moegraft.adapters.residency import Entry, Residency, check_count
 from moegraft.errors import AdapterError, MoegraftError, shorten, shown
 from moegraft.packing import pack_adapter, places_of
 
@@ -171,11 +171,9 @@ class AdapterStore:
                 some of these got theirs. All stay on the host, running batches are untouched, and
                 none of these is held.
         """
-        wanted = [name for name in names if name is not None]
-        if not all(isinstance(name, str) for name in wanted):
-            raise AdapterError(f"{shown(wanted)} is no list of adapter names and None.")
         with self._lock:
-            entries = self._acquire(sorted(set(wanted)))
+            entries = self._wanted(names)
+            self._residency.acquire(entries)
         try:
             with self._lock:
                 self._bank.order.before_read()
@@ -188,6 +186,11 @@ class AdapterStore:
                     entry.users -= 1
                 self._bank.order.after_read()
                 self._residency.sweep()
+
+    def check_batch(self, names: Iterable[str | None]) -> None:
+        """Raise as :meth:`use` does for unknown names and more adapters than slots."""
+        with self._lock:
+            self._wanted(names)
 
     def wait_for_copies(self) -> None:
         """Let the current stream wait for all factors that are on their way into slots."""
@@ -250,16 +253,13 @@ class AdapterStore:
         with self._lock:
             return len(self._entries)
 
-    def _acquire(self, names: list[str]) -> list[Entry]:
-        if len(names) > self._bank.num_slots:
-            raise AdapterError(
-                f"The batch uses {len(names)} different adapters ({', '.join(names)}), the bank "
-                f"has {self._bank.num_slots} slots: attach with max_adapters={len(names)} or split "
-                "the batch."
-            )
-        entries = [self._entry(name) for name in names]
-        self._residency.acquire(entries)
-        return entries
+    def _wanted(self, names: Iterable[str | None]) -> list[Entry]:
+        wanted = [name for name in names if name is not None]
+        if not all(isinstance(name, str) for name in wanted):
+            raise AdapterError(f"{shown(wanted)} is no list of adapter names and None.")
+        distinct = sorted(set(wanted))
+        check_count(distinct, self._bank.num_slots)
+        return [self._entry(name) for name in distinct]
 
     def _new_entry(
         self,

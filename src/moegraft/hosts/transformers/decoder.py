@@ -101,10 +101,16 @@ class Decoder:
         Returns:
             The first tokens, int64 ``[B]``.
 
+        The batch before goes on when this one is refused for its tensors, for an unknown name, or
+        for more adapters than the bank has slots. Any later error finds it ended: it gives its
+        slots to this one, which may fail to get enough of them (other batches and pins hold some),
+        room in a fixed arena, or memory; another thread may unload an adapter meanwhile; and the
+        model may fail.
+
         Raises:
             AdapterError: as of ``graft.generate``.
             MoegraftError: other rows than the decoder's, a prompt without room for a token, or no
-                tensors of this kind. The batch before goes on then.
+                tensors of this kind.
         """
         self._check_attached()
         _check_tokens("input_ids", input_ids, "[rows, tokens]")
@@ -122,6 +128,7 @@ class Decoder:
             )
         device = self._tokens.device
         names = normalise_rows(adapters, rows)
+        self._store.check_batch(names)
         self.close()
         with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
             slot_of = stack.enter_context(self._store.use(names, by_layer=True))
