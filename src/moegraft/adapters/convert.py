@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from moegraft._version import __version__
@@ -57,7 +58,7 @@ class Converted:
         """Write adapter_model.safetensors and adapter_config.json into a new folder.
 
         Raises:
-            AdapterError: the folder exists already, or can't be written.
+            AdapterError: the folder exists already, or can't be written to its end; nothing is left.
         """
         folder = Path(folder)
         if folder.exists():
@@ -73,7 +74,7 @@ class Converted:
                 text = json.dumps(self.config, indent=2, sort_keys=True) + "\n"
                 (new / CONFIG_FILE).write_text(text, encoding="utf-8")
                 new.rename(folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise AdapterError(f"{str(folder)!r} can't be written: {error}.") from error
 
 
@@ -182,7 +183,8 @@ def _check(
     for site in spec.table_sites:
         if site.name not in bound.factors:
             continue
-        got = _applied(site, again.factors[site.name])
+        # A writer may leave out what is zero for all experts.
+        got = _applied(site, again.factors.get(site.name, SiteFactors({})))
         if site.name in refitted:
             wanted = _applied_pairs(site, refitted[site.name])
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from moegraft.adapters.layouts.stacking import common_dtype
 from moegraft.adapters.writers.base import ExpertNames, Pair, Written, apart, pair_keys
 from moegraft.sites import Site
 from moegraft.types import SiteFactors
@@ -56,7 +57,7 @@ def _fused(site: Site, halves: list[Pair], notes: list[str]) -> Pair:
         lora_a = torch.cat([half.lora_A for half in halves], 1)
         starts = [0, first.rank]
     parts = [_at_scale(site, half, scale, notes) for half in halves]
-    dtype = torch.float32 if any(p.dtype == torch.float32 for p in parts) else parts[0].dtype
+    dtype = common_dtype(parts)
     rows = up.out_features * (2 if site.gated else 1)
     lora_b = torch.zeros(site.num_experts, rows, lora_a.shape[1], dtype=dtype)
     for half, part, start in zip(halves, parts, starts, strict=False):
