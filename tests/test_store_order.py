@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -18,7 +17,6 @@ from moegraft.adapters.name_locks import NameLocks
 from moegraft.adapters.streams import StreamOrder
 from moegraft.errors import AdapterError
 from moegraft.factors import PackedAdapter, TableLayout
-from moegraft.gc_pause import gc_paused
 from moegraft.packing import pack_adapter
 from moegraft.sites import expert_site
 from moegraft.testing import constant_adapter, random_adapter
@@ -169,28 +167,3 @@ def test_a_packed_adapter_with_nan_is_refused_by_its_site() -> None:
     packed.data[end - 1] = -torch.inf
     with pytest.raises(AdapterError, match=r"'x' holds 2 NaN or infinite .* at layers\.1\.experts"):
         check_packed("x", packed)
-
-
-def test_the_collector_rests_until_the_last_pause_ends_and_stays_off_if_it_was() -> None:
-    inner, done = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with gc_paused():
-            inner.set()
-            done.wait(WAIT)
-
-    assert gc.isenabled()
-    with gc_paused():
-        thread = in_thread(other)
-        assert inner.wait(WAIT) and not gc.isenabled()
-    assert not gc.isenabled(), "another thread's pause is not over"
-    done.set()
-    thread.join(WAIT)
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        with gc_paused():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()

@@ -237,7 +237,7 @@ class GraphRunner(StepRunner):
         try:
             # What the collector would free may not be freed during a capture.
             with (
-                gc_paused(),
+                gc_paused(strict=True),
                 torch.cuda.graph(
                     graph,
                     pool=self._pool,
