@@ -9,19 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import Std
 
 ROOT = Path(__file__).parents[1]
 
 
-def torchrun(*command: str) -> list[str]:
-    """The lines that two ranks print."""
+def torchrun(folder: Path, *command: str) -> list[list[str]]:
+    """The lines that each of two ranks prints, into a file of its own: in a pipe they would mix."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    logs = ["--log-dir", str(folder / "logs"), "--redirects", str(Std.OUT.value)]
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     found = subprocess.run(
-        [*run, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200
+        [*run, *logs, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200
     )
     assert found.returncode == 0, found.stderr
-    return found.stdout.splitlines()
+    printed = [next(folder.glob(f"logs/*/attempt_0/{rank}/stdout.log")) for rank in (0, 1)]
+    return [path.read_text().splitlines() for path in printed]
 
 
 def script(number: int, folder: Path) -> str:
@@ -33,10 +36,9 @@ def script(number: int, folder: Path) -> str:
 
 
 def test_the_layer_of_the_page_runs(tmp_path: Path) -> None:
-    lines = sorted(torchrun(script(1, tmp_path)))
-    assert [line[:40] for line in lines] == [
-        "rank 0: experts (0, 1, 2, 3, 4), 8.9911",
-        "rank 1: experts (5, 6, 7, 8, 9), 8.9911",
+    assert torchrun(tmp_path, script(1, tmp_path)) == [
+        ["rank 0: experts (0, 1, 2, 3, 4), 8.9911"],
+        ["rank 1: experts (5, 6, 7, 8, 9), 8.9911"],
     ]
 
 
@@ -46,7 +48,7 @@ def test_the_model_of_the_page_gives_what_one_process_does(tmp_path: Path) -> No
 
     import moegraft
 
-    lines = torchrun(script(0, tmp_path))
+    lines, others = torchrun(tmp_path, script(0, tmp_path))
     model = AutoModelForCausalLM.from_pretrained(ROOT / "demo" / "model", dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo" / "model", padding_side="left")
     graft = moegraft.attach(model)
@@ -57,13 +59,14 @@ def test_the_model_of_the_page_gives_what_one_process_does(tmp_path: Path) -> No
         **inputs, adapters=["sql", "kjv", None], max_new_tokens=20, do_sample=False
     )
     assert lines == [repr(t) for t in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+    assert others == []
 
 
 @pytest.mark.slow
 def test_the_script_for_two_gpus_runs_small_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "records.jsonl"
     small = ("--cpu", "--model", "8,64,32,2", "--tokens", "6", "--adapters", "3")
-    lines = torchrun("tests/gpu/parallel_gpu.py", *small, "--out", str(out))
+    lines, _ = torchrun(tmp_path, "tests/gpu/parallel_gpu.py", *small, "--out", str(out))
     assert "all results are right" in lines[-1]
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["split"] for record in found] == ["EP=2", "EP=2 round robin", "TP=2"]
@@ -72,7 +75,7 @@ def test_the_script_for_two_gpus_runs_small_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_script_for_models_on_two_gpus_runs_on_the_cpu() -> None:
-    lines = torchrun("tests/gpu/parallel_host_gpu.py", "--cpu")
+def test_the_script_for_models_on_two_gpus_runs_on_the_cpu(tmp_path: Path) -> None:
+    lines, _ = torchrun(tmp_path, "tests/gpu/parallel_host_gpu.py", "--cpu")
     assert [line.split(":")[0] for line in lines] == ["TP", "TP and EP"]
     assert all("all 6 rows have equal tokens" in line for line in lines)
