@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.linear_partials import EMPTY, partials_of
 from moegraft.backends.triton.linear_parts import (
     MAX_PROJECTIONS,
     expand,
@@ -38,7 +39,6 @@ from moegraft.backends.triton.sync import launch_next, launch_wait
 from moegraft.backends.triton.token_segments import (
     TokenSegments,
     has_segments,
-    is_capturing,
     token_segments,
 )
 from moegraft.factor_table import SiteTable
@@ -53,8 +53,7 @@ MAX_SPLIT_TOKENS = 256
 MAX_SPLIT_RANK, MAX_EXACT_RANK = 128, 16
 #: Parts of K, unless a step over K would be longer than this.
 SPLITS, MIN_CHUNK = 8, 256
-#: Words of a workspace that nobody has written since it was cleared; a NaN that no result has.
-EMPTY = tl.constexpr(-1)
+#: How every NaN is handed over, so that none looks like EMPTY.
 PLAIN_NAN = tl.constexpr(0x7FC00000)
 
 
@@ -85,19 +84,6 @@ class SplitTile:
         return max(1, min(8, self.num_warps, self.block_k // 16))
 
 
-@dataclass
-class Partials:
-    """Where partial S are left; one per step, stream and size.
-
-    Attributes:
-        halves: int32 ``[2, words]``, bits of fp32, or ``EMPTY``.
-        turn: which half the next launch writes.
-    """
-
-    halves: torch.Tensor
-    turn: int = 0
-
-
 def choose_split(
     num_tokens: int, size_k: int, max_rank: int, itemsize: int = 2
 ) -> SplitTile | None:
@@ -116,26 +102,6 @@ def choose_split(
     chunk = min(chunk, max(16, triton.next_power_of_2(size_k)))
     block_k = min(chunk, 64 if exact else min(512, 2**14 // block_r))
     return SplitTile(chunk, block_k, 64 if exact else 128, block_r)
-
-
-def _partials(slots: TokenSlots, num_slots: int, words: int) -> Partials:
-    """Return the workspace of this step, stream and size; both halves are empty at first.
-
-    Launches over as many slots have the same segments in use, so each clears what another wrote.
-
-    As for the segments, what was made outside of a capture is not used inside, nor the other way
-    round, so that a graph clears its own.
-    """
-    on_gpu = slots.slots.is_cuda
-    stream = torch.cuda.current_stream(slots.slots.device).cuda_stream if on_gpu else 0
-    key = ("linear_partials", num_slots, words, stream, is_capturing(slots))
-    found = slots.cache.get(key)
-    if found is None:
-        device = slots.slots.device
-        halves = torch.full((2, words), EMPTY.value, dtype=torch.int32, device=device)
-        found = slots.cache[key] = Partials(halves)
-    assert isinstance(found, Partials)
-    return found
 
 
 def launch_split(
@@ -157,7 +123,7 @@ def launch_split(
     num_segments = found.segments.shape[0]
     splits = triton.cdiv(size_k, tile.chunk)
     shrink_units = num_segments * len(outs) * splits
-    partials = _partials(slots, num_slots, shrink_units * SEGMENT_ROWS * tile.block_r)
+    partials = partials_of(slots, num_slots, shrink_units * SEGMENT_ROWS * tile.block_r)
     turn = partials.turn
     first_tiles = [0]
     for out in outs:
