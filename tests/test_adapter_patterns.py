@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 
@@ -187,6 +188,34 @@ def test_one_key_per_module_of_a_large_adapter_is_looked_up() -> None:
     rules = PathRules("rank_pattern", values)
     assert all(rules.first(path) == value for path, value in values.items())
     assert time.perf_counter() - start < 20  # one by one it would be hours
+
+
+EXPERTS = r"model\.layers\.\d+\.mlp\.experts\.\d+\."
+SIDES = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [*(EXPERTS + side for side in SIDES), r"model\.layers\.\d+\.self_attn\.q_proj"],
+        [rf"model\.layers\.\d+\.self_attn\.{n}_proj" for n in "qkvo"]
+        + [EXPERTS + side for side in SIDES],
+        pytest.param(
+            [EXPERTS.replace(r"\d+", str(i), 1) + side for i in range(61) for side in SIDES],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["four", "seven", "one per layer and projection"],
+)
+def test_the_usual_expressions_serve_the_largest_models(keys: list[str]) -> None:
+    values = {key: float(i) for i, key in enumerate(keys)}
+    rules = PathRules("rank_pattern", values)
+    for layer, expert, side in itertools.product(range(61), range(256), SIDES):
+        path = f"model.layers.{layer}.mlp.experts.{expert}.{side}"
+        found = rules.first(path)
+        assert found is not None
+        if expert == 255:  # Python's own matcher takes long for all
+            assert found == pefts_first(values, path)
 
 
 @pytest.mark.parametrize(

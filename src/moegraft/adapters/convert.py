@@ -58,7 +58,7 @@ class Converted:
         """Write adapter_model.safetensors and adapter_config.json into a new folder.
 
         Raises:
-            AdapterError: the folder exists already, or can't be written to its end; nothing is left.
+            AdapterError: the folder exists already, or can't be written; nothing is left then.
         """
         folder = Path(folder)
         if folder.exists():

@@ -16,6 +16,7 @@ from moegraft.adapters.pattern_syntax import (
     Node,
     Repeat,
     Sequence,
+    Text,
     WordEdge,
 )
 
@@ -55,6 +56,17 @@ class PathText:
         self.starts = 1 | self._at.get(".", 0) << 1
         self._masks: dict[str, int] = {}
 
+    def behind(self, text: str, at: int, budget: Budget) -> int:
+        """Return the positions behind ``text``, not empty, where it begins at one of ``at``."""
+        found, at = 0, at & self._at.get(text[0], 0)
+        budget.spend(at.bit_count())
+        while at:
+            here = at & -at
+            if self.path.startswith(text, here.bit_length() - 1):
+                found |= here
+            at ^= here
+        return found << len(text)
+
     def mask(self, chars: Chars, budget: Budget) -> int:
         """Return the positions whose character is one of ``chars``."""
         if chars.literal:
@@ -77,6 +89,8 @@ def _after(node: Node, at: int, text: PathText, budget: Budget) -> int:
     budget.spend()
     if isinstance(node, Chars):
         return (at & text.mask(node, budget)) << 1
+    if isinstance(node, Text):
+        return text.behind(node.text, at, budget)
     if isinstance(node, Sequence):
         for part in node.parts:
             at = _after(part, at, text, budget)

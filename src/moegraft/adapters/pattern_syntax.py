@@ -36,6 +36,13 @@ def _in_class(source: str, char: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Text:
+    """Characters one after the other, as a sequence of literal :class:`Chars` but faster."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Edge:
     """``^`` (the beginning of the path) or ``$`` (its end)."""
 
@@ -78,7 +85,7 @@ class Repeat:
     most: int | None
 
 
-Node = Chars | Edge | WordEdge | Ahead | Sequence | Alternatives | Repeat
+Node = Chars | Text | Edge | WordEdge | Ahead | Sequence | Alternatives | Repeat
 
 
 class PatternError(ValueError):
@@ -125,7 +132,14 @@ class _Parser:
     def _sequence(self, depth: int) -> Node:
         parts: list[Node] = []
         while self.at < len(self.pattern) and self.pattern[self.at] not in "|)":
-            parts.append(self._repeated(self._one(depth)))
+            part = self._repeated(self._one(depth))
+            if isinstance(part, Chars) and part.literal:
+                part = Text(part.source)
+            last = parts[-1] if parts else None
+            if isinstance(part, Text) and isinstance(last, Text):
+                parts[-1] = Text(last.text + part.text)
+            else:
+                parts.append(part)
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
     def _one(self, depth: int) -> Node:
