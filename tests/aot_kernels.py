@@ -87,7 +87,8 @@ def compile_kernel(kernel: Any, capability: int, **changes: Any) -> dict[str, An
             signature[name] = "fp32" if name == "scale" else "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 3}).asm
+    options = {"num_warps": changes.get("num_warps", 4), "num_stages": 3}
+    return triton.compile(source, target=target, options=options).asm
 
 
 def main(capability: int) -> None:
@@ -142,10 +143,10 @@ def main(capability: int) -> None:
 
 
 def prefill(capability: int) -> None:
-    """Compile the kernels for many rows per expert, with their real tiles."""
+    """Compile the kernels for many rows per expert, with their real tiles and warps."""
     tile = {"BLOCK_M": 128, "TAIL_M": 64, "BLOCK_N": 128, "h_ptr": "*bf16", "s_ptr": "*bf16"}
-    for lora, fast in ((False, 0), (True, 4), (True, 0)):
-        options = {**tile, "LORA": lora, "FAST": fast}
+    for lora, fast, rank in ((False, 0, 16), (True, 4, 16), (True, 1, 64), (True, 0, 64)):
+        options = {**tile, "LORA": lora, "FAST": fast, "BLOCK_R": rank, "num_warps": 8}
         compile_kernel(prefill_gate_up_kernel, capability, **options)
         wide = {**options, "BLOCK_N": 256, "y_ptr": "*bf16"}
         compile_kernel(prefill_down_kernel, capability, **wide)

@@ -14,10 +14,17 @@ from moegraft.backends.triton.config import FusedConfig, GemmConfig
 from moegraft.backends.triton.device import INTERPRETER, is_interpreted
 from moegraft.backends.triton.prefill import layer as prefill_layer
 from moegraft.backends.triton.prefill import route as prefill_route
-from moegraft.backends.triton.prefill.config import PrefillConfig, has_tensor_map, prefill_config
+from moegraft.backends.triton.prefill.config import (
+    MAX_BYTES,
+    PrefillConfig,
+    has_tensor_map,
+    max_pairs,
+    prefill_config,
+)
 from moegraft.backends.triton.prefill.layer import run_prefill
 from moegraft.backends.triton.workspace import max_blocks
 from moegraft.call import LayerCall
+from moegraft.factor_table import SiteTable, site_table
 from moegraft.problem import Problem
 from moegraft.sites import expert_site
 from moegraft.testing import layer_case, random_factors
@@ -160,7 +167,7 @@ def test_no_tokens() -> None:
 def test_a_call_in_pieces_equals_the_whole_call(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(20)
     whole = run(case)
-    monkeypatch.setattr(prefill_layer, "MAX_PAIRS", 30)
+    monkeypatch.setattr(prefill_layer, "max_pairs", lambda weights: 30)
     assert torch.equal(run(case), whole)
 
 
@@ -209,3 +216,32 @@ def test_the_plan_takes_it_for_many_rows_of_16_bits_only() -> None:
     assert prefill_config(replace(many, dtype="float32"), INTERPRETER) is None
     assert prefill_config(many, replace(INTERPRETER, capability=80)) is None
     assert prefill_config(many, replace(INTERPRETER, shared_memory=101_376)) is None
+
+
+def test_work_buffers_are_bounded() -> None:
+    weights = make(1).weights
+    row = INTERMEDIATE * 4 + HIDDEN * 4
+    assert max_pairs(weights) == MAX_BYTES // row
+    assert max_pairs(weights) * row <= MAX_BYTES
+
+
+def test_factors_beyond_the_range_of_x_reach_no_other_row() -> None:
+    case = make(20, adapters=adapters(WeightLayout(), wide=False), dtype=torch.float16)
+    site = expert_site("experts", EXPERTS, HIDDEN, INTERMEDIATE)
+    table = site_table(site, case.adapters, torch.float32)
+    good = call_with(case, table)
+    factors = table.factors(1)
+    assert factors is not None
+    for factor in factors.projections.values():
+        factor.lora_B.fill_(1e6)
+    mine = torch.tensor(case.token_slots) == 1
+    assert torch.equal(call_with(case, table)[~mine], good[~mine])
+
+
+def call_with(case: LayerCase, table: SiteTable) -> torch.Tensor:
+    """Run a case on another table."""
+    call = LayerCall(
+        case.x, case.routing.topk_ids, case.routing.topk_weights, case.weights, table,
+        case.slots(), case.expert_offset, case.scale,
+    )  # fmt: skip
+    return run_prefill(call, CONFIG, OTHER)

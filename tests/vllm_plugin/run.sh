@@ -12,7 +12,7 @@ venv=${VLLM_VENV:-.venv-vllm}
 versions=tests/vllm_plugin/constraints.txt
 NOT_INSTALLED=75 # EX_TEMPFAIL: says nothing about this project
 
-if ! cmp -s "$versions" "$venv/installed.txt"; then
+if ! cmp -s "$versions" "$venv/installed.txt" || ! "$venv/bin/python" -c 'import vllm' 2>/dev/null; then
   rm -f "$venv/installed.txt"
   "${PYTHON:-python3}" -m venv --clear "$venv"
   pip=("$venv/bin/python" -m pip --quiet --disable-pip-version-check)
@@ -26,4 +26,5 @@ if ! cmp -s "$versions" "$venv/installed.txt"; then
 fi
 # The entry point by which vLLM finds the plugin; nothing is downloaded.
 "$venv/bin/python" -m pip --quiet --disable-pip-version-check install --no-deps --no-build-isolation -e .
-exec timeout 1200 "$venv/bin/python" -m pytest --timeout 600 tests/vllm_plugin "$@"
+# SIGINT, so that the servers that a test has started end with it.
+exec timeout -s INT -k 60 2700 "$venv/bin/python" -m pytest --timeout 600 tests/vllm_plugin "$@"

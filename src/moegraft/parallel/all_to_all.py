@@ -129,7 +129,10 @@ class AllToAllMoe:
         counts[:, 0] = needed[:-1].sum(1)
         if slots is not None and self._num_slots:
             with_base = torch.zeros_like(counts)
-            with_base[rank, slots.slots[tokens].long() + 1] = 1
+            # As in the kernels, a slot that the table does not have means the base model.
+            mine = slots.slots[tokens].long()
+            mine = torch.where((mine >= 0) & (mine < self._num_slots), mine, -1)
+            with_base[rank, mine + 1] = 1
             counts[:, 1:] = with_base[:, 1:]
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self._group)

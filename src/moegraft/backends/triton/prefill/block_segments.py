@@ -88,7 +88,7 @@ def block_segments_kernel(
 
 @dataclass(frozen=True)
 class BlockSegments:
-    """The slots of each block of rows; see :mod:`moegraft.backends.triton.block_segments`."""
+    """The slots of each block of rows; see the top of the file."""
 
     table: SiteTable
     row_segment: torch.Tensor

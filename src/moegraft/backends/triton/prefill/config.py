@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from moegraft.backends.triton.config import GemmConfig
 from moegraft.backends.triton.device import DeviceFacts
 from moegraft.problem import Problem
@@ -11,8 +13,10 @@ from moegraft.types import ExpertWeights
 
 #: Mean rows per expert from which this run is faster than the decode kernels (measured on an H200).
 MIN_ROWS = 128
-#: Pairs of one round of launches; more tokens run piece by piece, which bounds the work buffers.
-MAX_PAIRS = 2**19
+#: Bytes of h and y of one round of launches; more tokens run piece by piece.
+MAX_BYTES = 2**32
+#: Pairs of one round of launches at least, whatever their bytes.
+MIN_PIECE = 2**15
 #: Bytes of shared memory that the tiles take.
 SHARED_MEMORY = 200 * 1024
 
@@ -42,6 +46,13 @@ def prefill_config(problem: Problem, device: DeviceFacts) -> PrefillConfig | Non
     if device.capability < 90 or device.shared_memory < SHARED_MEMORY:
         return None
     return PrefillConfig()
+
+
+def max_pairs(weights: ExpertWeights) -> int:
+    """Return how many pairs one round of launches takes, so that its work buffers stay bounded."""
+    y_bytes = 2 if weights.dtype == torch.bfloat16 else 4
+    row = weights.intermediate * weights.down.element_size() + weights.hidden * y_bytes
+    return max(MAX_BYTES // row, MIN_PIECE)
 
 
 def has_tensor_map(weights: ExpertWeights) -> bool:

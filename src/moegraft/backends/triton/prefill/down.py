@@ -13,7 +13,7 @@ def _tile(
     h_ptr, weight_desc, bias_ptr, topk_weights_ptr, y_ptr, s_ptr, row_pair_ptr, row_segment_ptr,
     block_slots_ptr, block_count_ptr, places_ptr, arena_ptr, records_ptr, records_i32_ptr, map_ptr,
     block, tile, expert, live_rows, intermediate, hidden, bias_stride, max_rank, slot_stride,
-    map_stride, num_slots, TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, LORA: tl.constexpr,
+    map_stride, num_slots, HAS_BIAS: tl.constexpr, LORA: tl.constexpr,
     EVEN_K: tl.constexpr, UNIT: tl.constexpr, PROJECTIONS: tl.constexpr, FAST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -37,7 +37,16 @@ def _tile(
         if FAST > 0:
             places = places_ptr + (block * PROJECTIONS + PROJECTIONS - 1) * (FAST * 4)
             s, b = load_fast(
-                s_ptrs, arena_ptr, places, row_segment, columns, column_mask, FAST, BLOCK_R
+                s_ptrs,
+                arena_ptr,
+                places,
+                row_segment,
+                columns,
+                column_mask,
+                max_rank,
+                UNIT,
+                FAST,
+                BLOCK_R,
             )
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in range(0, intermediate, BLOCK_K):
@@ -94,7 +103,6 @@ def prefill_down_kernel(
     slot_stride,
     map_stride,
     num_slots,
-    TOP_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     LORA: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -120,7 +128,7 @@ def prefill_down_kernel(
             h_ptr, weight_desc, bias_ptr, topk_weights_ptr, y_ptr, s_ptr, row_pair_ptr,
             row_segment_ptr, block_slots_ptr, block_count_ptr, places_ptr, arena_ptr, records_ptr,
             records_i32_ptr, map_ptr, block, tile, expert, live_rows, intermediate, hidden,
-            bias_stride, max_rank, slot_stride, map_stride, num_slots, TOP_K, HAS_BIAS, LORA,
+            bias_stride, max_rank, slot_stride, map_stride, num_slots, HAS_BIAS, LORA,
             EVEN_K, UNIT, PROJECTIONS, FAST, BLOCK_M, TAIL_M, BLOCK_N, BLOCK_K, BLOCK_R,
         )  # fmt: skip
     else:
@@ -128,6 +136,6 @@ def prefill_down_kernel(
             h_ptr, weight_desc, bias_ptr, topk_weights_ptr, y_ptr, s_ptr, row_pair_ptr,
             row_segment_ptr, block_slots_ptr, block_count_ptr, places_ptr, arena_ptr, records_ptr,
             records_i32_ptr, map_ptr, block, tile, expert, live_rows, intermediate, hidden,
-            bias_stride, max_rank, slot_stride, map_stride, num_slots, TOP_K, HAS_BIAS, LORA,
+            bias_stride, max_rank, slot_stride, map_stride, num_slots, HAS_BIAS, LORA,
             EVEN_K, UNIT, PROJECTIONS, FAST, BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R,
         )  # fmt: skip

@@ -47,11 +47,20 @@ def _tile(
             places = places_ptr + block * (PROJECTIONS * FAST * 4)
             up_s, up_b = load_fast(
                 s_ptrs + (sides - 1) * max_rank, arena_ptr, places + (sides - 1) * FAST * 4,
-                row_segment, columns, column_mask, FAST, BLOCK_R,
+                row_segment, columns, column_mask, max_rank, UNIT, FAST, BLOCK_R,
             )  # fmt: skip
             if GATED:
                 gate_s, gate_b = load_fast(
-                    s_ptrs, arena_ptr, places, row_segment, columns, column_mask, FAST, BLOCK_R
+                    s_ptrs,
+                    arena_ptr,
+                    places,
+                    row_segment,
+                    columns,
+                    column_mask,
+                    max_rank,
+                    UNIT,
+                    FAST,
+                    BLOCK_R,
                 )
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -14,7 +14,7 @@ from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.fused import in_pieces, prepared, run_layer
 from moegraft.backends.triton.lora_shrink import projection_records
 from moegraft.backends.triton.prefill.block_segments import BlockSegments, run_block_segments
-from moegraft.backends.triton.prefill.config import MAX_PAIRS, PrefillConfig, has_tensor_map
+from moegraft.backends.triton.prefill.config import PrefillConfig, has_tensor_map, max_pairs
 from moegraft.backends.triton.prefill.down import prefill_down_kernel
 from moegraft.backends.triton.prefill.gate_up import prefill_gate_up_kernel
 from moegraft.backends.triton.prefill.route import Rows, run_route, token_order
@@ -61,8 +61,9 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
     if not has_tensor_map(call.weights):
         return run_layer(call, other)
     call = prepared(call)
-    if call.topk_ids.numel() > MAX_PAIRS:
-        return in_pieces(call, lambda piece: run_prefill(piece, config, other), MAX_PAIRS)
+    most = max_pairs(call.weights)
+    if call.topk_ids.numel() > most:
+        return in_pieces(call, lambda piece: run_prefill(piece, config, other), most)
     x, weights, table = call.x_TH, call.weights, call.table
     out = torch.empty_like(x) if call.out is None else call.out
     if not x.shape[0]:
@@ -126,7 +127,7 @@ def _down(
     prefill_down_kernel[(rows.num_blocks * tiles,)](
         h, desc, bias, topk_weights, y, s, rows.row_pair, rows.block_info, *tensors,
         inter, hidden, 0 if bias is None else bias.stride(0), tiles, *numbers,
-        TOP_K=top_k, HAS_BIAS=bias is not None, EVEN_K=inter % tile.block_k == 0,
+        HAS_BIAS=bias is not None, EVEN_K=inter % tile.block_k == 0,
         BLOCK_M=config.block_m, TAIL_M=config.tail_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **lora,
     )  # fmt: skip

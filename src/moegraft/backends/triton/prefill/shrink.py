@@ -111,10 +111,10 @@ def prefill_shrink_kernel(
                 a_ptrs += BLOCK_K
                 a2_ptrs += BLOCK_K
             dtype = s_ptr.dtype.element_ty
-            mask = rows[:, None] & (r < rank)[None, :]
+            # Also where the live rank ends: those are 0.
+            mask = rows[:, None] & (r < max_rank)[None, :]
             tl.store(s_base + r[None, :], (s * scale).to(dtype), mask=mask)
             if SIDES == 2:
-                mask = rows[:, None] & (r < rank2)[None, :]
                 tl.store(s_base + max_rank + r[None, :], (s2 * scale2).to(dtype), mask=mask)
 
 
@@ -126,7 +126,7 @@ def run_shrink(
     top_k: int,
     config: PrefillConfig,
 ) -> torch.Tensor:
-    """Return ``S`` ``[P, sides * max_rank]`` in x's dtype; only live ranks are written."""
+    """Return ``S`` ``[P, sides * max_rank]`` in x's dtype; ranks past a row's live one are 0."""
     table, sides = segments.table, len(projections)
     records = projection_records(table, projections)
     out = torch.empty(rows.num_pairs, sides * table.max_rank, dtype=x.dtype, device=x.device)

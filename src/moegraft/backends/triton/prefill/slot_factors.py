@@ -15,18 +15,22 @@ from moegraft.backends.triton.segment_factors import load_factor
 
 @triton.jit
 def load_fast(
-    s_ptrs, arena_ptr, places_ptr, row_segment, columns, column_mask, FAST: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    s_ptrs, arena_ptr, places_ptr, row_segment, columns, column_mask, max_rank,
+    UNIT: tl.constexpr, FAST: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Return S ``[M, FAST * BLOCK_R]`` and B ``[FAST * BLOCK_R, N]`` of the first segments."""
+    """Return S ``[M, FAST * BLOCK_R]`` and B ``[FAST * BLOCK_R, N]`` of the first segments.
+
+    S is 0 past a segment's live rank, so its mask is the same for runs of ranks: wide loads.
+    """
     j = tl.arange(0, FAST * BLOCK_R)
     segment = j // BLOCK_R
     r = j % BLOCK_R
     words = places_ptr + segment * 4
-    offset = tl.load(words)
-    stride = tl.load(words + 1)
-    is_rank = r < tl.load(words + 2)
-    mask = (row_segment[:, None] == segment[None, :]) & is_rank[None, :]
+    offset = tl.multiple_of(tl.load(words), UNIT)
+    stride = tl.multiple_of(tl.load(words + 1), UNIT)
+    rank = tl.load(words + 2)
+    is_rank = r < rank
+    mask = (row_segment[:, None] == segment[None, :]) & ((rank > 0) & (r < max_rank))[None, :]
     s = tl.load(s_ptrs + r[None, :], mask=mask, other=0.0)
     b_ptrs = arena_ptr + (offset + r * stride)[:, None] + columns[None, :]
     b = tl.load(b_ptrs, mask=is_rank[:, None] & column_mask[None, :], other=0.0)
@@ -36,8 +40,9 @@ def load_fast(
 @triton.jit
 def add_fast(acc, s, b, row_segment, FAST: tl.constexpr, BLOCK_R: tl.constexpr):
     """Return ``acc`` with ``S B`` of :func:`load_fast` added."""
+    b = b.to(s.dtype)
     is_finite = (b - b) == 0
-    acc = tl.dot(s, tl.where(is_finite, b, 0.0).to(s.dtype), acc, input_precision="ieee")
+    acc = tl.dot(s, tl.where(is_finite, b, 0.0), acc, input_precision="ieee")
     broken = tl.max(tl.where(is_finite, 0, 1), 1)
     if tl.max(broken, 0) > 0:
         segment = tl.arange(0, FAST * BLOCK_R) // BLOCK_R
@@ -63,8 +68,9 @@ def add_slow(
         s = tl.load(s_ptrs + r[None, :], mask=rows[:, None] & r_mask[None, :], other=0.0)
         b_ptrs = arena_ptr + b_offset + r[:, None] * stride + columns[None, :]
         b = tl.load(b_ptrs, mask=r_mask[:, None] & column_mask[None, :], other=0.0)
+        b = b.to(s.dtype)
         is_finite = (b - b) == 0
-        acc = tl.dot(s, tl.where(is_finite, b, 0.0).to(s.dtype), acc, input_precision="ieee")
+        acc = tl.dot(s, tl.where(is_finite, b, 0.0), acc, input_precision="ieee")
         if tl.max(tl.max(tl.where(is_finite, 0, 1), 1), 0) > 0:
             acc = tl.where(rows[:, None], float("nan"), acc)
     return acc
