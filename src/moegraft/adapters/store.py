@@ -169,7 +169,7 @@ class AdapterStore:
                 are neither in use nor pinned; nothing has changed then. Or an arena of fixed size
                 without room for all of them: idle adapters may have lost their slots by then, and
                 some of these got theirs. All stay on the host, running batches are untouched, and
-                none of these is held.
+                none of these is held. The same, as MoegraftError, if a growing one finds no memory.
         """
         with self._lock:
             entries = self._wanted(names)
