@@ -97,6 +97,17 @@ def test_sampling_repeats_with_its_seed(model: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
+    "options",
+    [("--temperature", "1e-6", "--seed", str(2**64 - 1)), ("--seed", str(-(2**63)))],
+)
+def test_the_least_temperature_and_the_outermost_seeds_work(
+    model: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    assert main(arguments(model, "--prompt", "all:Hello", "--sample", *options, "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["new_tokens"] > 0
+
+
+@pytest.mark.parametrize(
     "rest, part",
     [
         (["--prompt", "sql:Hello"], "no adapter 'sql'; loaded: all, down"),
@@ -112,6 +123,14 @@ def test_sampling_repeats_with_its_seed(model: Path, capsys: pytest.CaptureFixtu
         (["--prompt", ":x", "--temperature", "0.5"], "--temperature needs --sample"),
         (["--prompt", ":x", "--top-p", "0.5", "--seed", "1"], "--top-p, --seed need --sample"),
         (["--prompt", ":x", "--sample", "--temperature", "0"], "over 0"),
+        *(
+            (["--prompt", ":x", "--sample", "--temperature", value], "and finite, got")
+            for value in ("nan", "inf", "1e-320", "-1")
+        ),
+        *(
+            (["--prompt", ":x", "--sample", "--seed", str(value)], "from -2^63 to 2^64 - 1")
+            for value in (2**64, -(2**63) - 1)
+        ),
         (["--prompt", ":x", "--sample", "--top-p", "1.5"], "at most 1"),
         (["--prompt", ":x", "--dtype", "int4"], "'--dtype': 'int4' is not one of"),
         (["--prompt", ":x", "--max-new-tokens", "0"], "'--max-new-tokens': "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 #: The word for "no adapter" in prompts and in what is printed.
 BASE = "base"
+#: Logits are divided by the temperature, in float32: less would make infinite ones of them.
+_MIN_TEMPERATURE = 1e-6
 
 
 def generate(
@@ -184,10 +187,15 @@ def _sampling(
         return {}
     temperature = 1.0 if temperature is None else temperature
     top_p = 1.0 if top_p is None else top_p
-    if temperature <= 0:
-        raise MoegraftError(f"--temperature must be over 0, got {temperature}.")
+    if not _MIN_TEMPERATURE <= temperature < math.inf:
+        raise MoegraftError(
+            f"--temperature must be over 0 (from {_MIN_TEMPERATURE:g} on) and finite, got "
+            f"{temperature}; leave out --sample for the likeliest tokens."
+        )
     if not 0 < top_p <= 1:
         raise MoegraftError(f"--top-p must be over 0 and at most 1, got {top_p}.")
+    if not -(2**63) <= (seed or 0) < 2**64:
+        raise MoegraftError(f"--seed must be from -2^63 to 2^64 - 1, got {seed}.")
     return {"temperature": temperature, "top_p": top_p, "seed": seed or 0}
 
 
