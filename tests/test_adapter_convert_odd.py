@@ -6,10 +6,13 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny
 from moegraft.adapters import BoundAdapter, bind, check_bound, make_source, read_adapter
 from moegraft.adapters.convert import Converted, convert
+from moegraft.adapters.refit import refit
+from moegraft.adapters.writers import Pair
 from moegraft.errors import AdapterError
 from moegraft.testing import relative_error
 
@@ -62,3 +65,15 @@ def test_a_file_that_can_not_be_written_to_its_end_leaves_nothing(tmp_path: Path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("num_a", "num_b"), [(1, 4), (4, 1), (4, 4), (1, 1)])
+def test_factors_of_a_rank_over_their_matrixs_are_refitted_exactly(num_a: int, num_b: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lora_a = torch.randn(num_a, 6, 3, generator=generator)
+    lora_b = torch.randn(num_b, 5, 6, generator=generator)
+    found, error = refit(Pair("gate", lora_a, lora_b, 1.0), 5)
+    assert found.lora_A.shape[0] == num_a and found.lora_B.shape[:2] == (num_b, 5)
+    assert found.lora_A.shape[1] == found.lora_B.shape[2] <= 5
+    assert error <= 1e-6
+    assert relative_error(found.lora_B @ found.lora_A, lora_b @ lora_a) <= 1e-6

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import tiny
 from moegraft.adapters import ReadOptions, make_source, read_adapter
+from moegraft.adapters.tensor_file import _CHUNK_BYTES, _Reader
 from moegraft.errors import AdapterError
 
 CASE = "peft/0.21.2/qwen3_moe/experts"
@@ -221,3 +222,22 @@ def test_a_mistyped_option_is_refused(options: dict[str, Any], message: str) -> 
 
 def test_one_skip_pattern_may_be_a_plain_string() -> None:
     assert ReadOptions(skip="lm_head").skip == ("lm_head",)  # type: ignore[arg-type]
+
+
+UNREADABLE = Path("/proc/self/mem")  # a regular file whose first bytes are an I/O error
+
+
+@pytest.mark.skipif(not UNREADABLE.exists(), reason="needs Linux's /proc")
+def test_an_error_of_the_disk_is_an_adapter_error(tmp_path: Path) -> None:
+    (tmp_path / WEIGHTS).symlink_to(UNREADABLE)
+    with pytest.raises(AdapterError, match=r"can't be read: Input/output error\.$"):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.skipif(not UNREADABLE.exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("num_bytes", [8, _CHUNK_BYTES + 1], ids=["alone", "by threads"])
+def test_an_error_of_the_disk_within_the_values_is_an_adapter_error(num_bytes: int) -> None:
+    data = torch.empty(num_bytes, dtype=torch.uint8)
+    refused = pytest.raises(AdapterError, match=r"^x can't be read: Input/output error\.$")
+    with UNREADABLE.open("rb") as file, _Reader(file, 0, data) as reader, refused:
+        reader.finish("x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -279,3 +280,12 @@ def test_a_hundred_updates_leak_nothing() -> None:
         assert len(store) == 1 and len(store._entries) == 1
     assert versions == sorted(set(versions))
     assert_nothing_left(store)
+
+
+@pytest.mark.parametrize("name", [["a"], {}, None, 1, ""])
+def test_an_update_of_what_is_no_name_is_refused(name: Any) -> None:
+    store = make_store(2)
+    store.add("a", constant_adapter(SITES, 1.0))
+    with pytest.raises(AdapterError, match="is not an adapter name"):
+        store.update(name, constant_adapter(SITES, 2.0))
+    assert store.info("a").version == 1

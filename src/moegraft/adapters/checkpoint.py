@@ -74,9 +74,10 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if index.is_file():
         try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            if not all(isinstance(name, str) for name in found):
+                raise TypeError("a name of a file in its weight_map is no text")
+            names = sorted(set(found))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise AdapterError(f"{str(index)!r} is not a readable index: {error}.") from error
     else:

@@ -15,7 +15,7 @@ from moegraft.adapters.file_policy import DEFAULT_POLICY, FilePolicy
 from moegraft.adapters.finite import check_finite
 from moegraft.adapters.header import STORED_DTYPES, check_tensor_name, wrong_dtype
 from moegraft.adapters.keys import AdapterKey, parse_key
-from moegraft.adapters.safe_open import as_one, check_inside, open_regular, path_text
+from moegraft.adapters.safe_open import as_one, check_inside, open_regular, path_text, readable
 from moegraft.adapters.strict_json import check_depth, parse_json
 from moegraft.adapters.tensor_file import reading
 from moegraft.errors import AdapterError, shorten, shown
@@ -180,7 +180,9 @@ def _load_config(path: Path, policy: FilePolicy) -> dict[str, Any]:
                 f"{path_text(path)} has {num_bytes:,} bytes, over the limit of "
                 f"{policy.max_config_bytes:,} (FilePolicy.max_config_bytes)."
             )
-        config = parse_json(file.read(num_bytes), path_text(path))
+        with readable(path_text(path)):
+            raw = file.read(num_bytes)
+        config = parse_json(raw, path_text(path))
     if not isinstance(config, dict):
         raise AdapterError(
             f"{path_text(path)} must hold a JSON object, got {type(config).__name__}."

@@ -16,7 +16,8 @@ def refit(pair: Pair, rank: int) -> tuple[Pair, float]:
 
     Args:
         pair: any factors.
-        rank: the rank to reach; a pair of no larger rank is returned as it is.
+        rank: the rank to reach; a pair of no larger rank is returned as it is. Where the matrix
+            itself has a smaller one, so have the factors.
 
     Returns:
         Factors in the same dtype, and the largest ``||dW' - dW|| / ||dW||`` (Frobenius) over the
@@ -33,7 +34,7 @@ def refit(pair: Pair, rank: int) -> tuple[Pair, float]:
         a = a.transpose(0, 1).reshape(1, pair.rank, -1)
     q_b, r_b = torch.linalg.qr(b)
     q_a, r_a = torch.linalg.qr(a.transpose(1, 2))
-    u, s, v = torch.linalg.svd(r_b @ r_a.transpose(1, 2))
+    u, s, v = torch.linalg.svd(r_b @ r_a.transpose(1, 2), full_matrices=False)
     root = s[:, :rank].sqrt()
     new_b = (q_b @ (u[:, :, :rank] * root[:, None])).to(pair.lora_B.dtype)
     new_a = ((root[:, :, None] * v[:, :rank]) @ q_a.transpose(1, 2)).to(pair.lora_A.dtype)
@@ -44,7 +45,7 @@ def refit(pair: Pair, rank: int) -> tuple[Pair, float]:
     size = torch.linalg.vector_norm(s, dim=1)
     worst = torch.where(size > 0, error / size.clamp(min=torch.finfo(size.dtype).tiny), error)
     if num_a < num_b:
-        new_b = new_b.reshape(num_b, -1, rank)
+        new_b = new_b.reshape(num_b, -1, new_b.shape[2])
     elif num_b < num_a:
-        new_a = new_a.reshape(rank, num_a, -1).transpose(0, 1)
+        new_a = new_a.reshape(new_a.shape[1], num_a, -1).transpose(0, 1)
     return replace(pair, lora_A=new_a, lora_B=new_b), float(worst.max())

@@ -109,6 +109,15 @@ def open_regular(path: Path, policy: FilePolicy) -> Iterator[OpenFile]:
             )
 
 
+@contextmanager
+def readable(origin: str) -> Iterator[None]:
+    """Turn an error of the file system within the block into an :class:`AdapterError`."""
+    try:
+        yield
+    except OSError as error:
+        raise AdapterError(f"{origin} can't be read: {error.strerror or error}.") from error
+
+
 def _open(real: Path, policy: FilePolicy) -> int:
     if policy.root is None:
         return os.open(real, _FLAGS | _BINARY)

@@ -112,6 +112,7 @@ class AdapterStore:
                 bank's maximum, values that the model's dtype can't hold, or an arena that has no
                 room for it. Nothing has changed then.
         """
+        check_name(name)
         with self._names.hold(name):
             self.info(name)
             entry = self._new_entry(name, bound, read_as)
@@ -209,9 +210,8 @@ class AdapterStore:
             if self._bank.frozen:
                 return
             largest = max((e.packed.num_bytes for e in self._entries.values()), default=0)
-            wanted = largest * self._bank.num_slots
             try:
-                self._bank.reserve(wanted)
+                self._bank.reserve(largest * self._bank.num_slots)
             except MoegraftError as error:
                 raise AdapterError(
                     f"CUDA graphs need an arena that never moves: room for {self._bank.num_slots} "

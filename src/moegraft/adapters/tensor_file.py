@@ -14,7 +14,7 @@ import torch
 
 from moegraft.adapters.file_policy import FilePolicy
 from moegraft.adapters.header import Header, read_header
-from moegraft.adapters.safe_open import open_regular, path_text
+from moegraft.adapters.safe_open import open_regular, path_text, readable
 from moegraft.errors import AdapterError
 
 #: What one thread reads at a time, and how many there are at most.
@@ -55,7 +55,8 @@ def reading(path: Path, policy: FilePolicy, pin_memory: bool = False) -> Iterato
     """
     origin = path_text(path)
     with open_regular(path, policy) as (file, num_bytes):
-        header = read_header(file, num_bytes, origin, policy)
+        with readable(origin):
+            header = read_header(file, num_bytes, origin, policy)
         data = _memory(header, origin, pin_memory)
         with _Reader(file, header.data_begin, data) as reader:
             if not header.aligned:  # those tensors are copies of what was read
@@ -101,15 +102,16 @@ class _Reader:
         self._pool.shutdown(cancel_futures=True)
 
     def finish(self, origin: str) -> None:
-        """Wait until all is read; AdapterError when the file ended before."""
+        """Wait until all is read; AdapterError when the file ended before or can't be read."""
         if self._finished:
             return
         self._finished = True
-        if self._alone:
-            self._file.seek(self._begin)
-            found: int = self._file.readinto(self._view)  # type: ignore[attr-defined]
-        else:
-            found = sum(part.result() for part in self._parts)
+        with readable(origin):
+            if self._alone:
+                self._file.seek(self._begin)
+                found: int = self._file.readinto(self._view)  # type: ignore[attr-defined]
+            else:
+                found = sum(part.result() for part in self._parts)
         if found != len(self._view):
             raise AdapterError(
                 f"{origin} is not a readable safetensors file: it ended after {found:,} of "
