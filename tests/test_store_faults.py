@@ -169,8 +169,9 @@ def test_eight_threads_of_mixed_operations_with_faults_keep_every_invariant(
     assert_sound(store)
     versions = [version for found in served.values() for version in found]
     assert len(versions) == len(set(versions)), "a version was used twice"
-    for info in store.infos():
+    for info in store.infos():  # one that stays pinned may lie in the middle of the arena
         store.pin(info.name, False)
+    for info in store.infos():
         assert info.version == max(served[info.name]), f"{info.name} is not the newest version"
         with store.use([info.name]) as held:
             assert value_in(store, held[info.name]) == served[info.name][info.version]
