@@ -180,7 +180,7 @@ def _panel(
     axis.set_xlabel("tokens in the batch")
     axis.set_ylabel(unit)
     if not time_axis:
-        axis.set_ylim(0, 105)
+        axis.set_ylim(0, max([105.0, *(1.05 * v for c in curves for v in c.points.values())]))
     else:
         _plain_ticks(axis, [v for c in curves for v in c.points.values()])
     axis.grid(color=FAINT, linewidth=0.6)
@@ -220,6 +220,7 @@ def _label(axis: Any, curves: list[Curve]) -> None:
             curve.label, (right, curve.points[max(curve.points)]),
             xytext=(6, at - where), textcoords="offset points", va="center", fontsize=8.5,
             color=curve.colour, fontweight="bold" if curve.bold else "normal",
+            annotation_clip=False,
         )  # fmt: skip
 
 
