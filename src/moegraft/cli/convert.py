@@ -24,16 +24,9 @@ def convert(
         int | None,
         typer.Option(help="Refit larger ranks to this one, which is not exact; says the error."),
     ] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(metavar="REGEX", help=read_options.SKIP_HELP)
-    ] = None,
-    orientation: Annotated[
-        Literal["normal", "swapped"] | None, typer.Option(help=read_options.ORIENTATION_HELP)
-    ] = None,
-    expert_b_layout: Annotated[
-        Literal["rank_major", "grouped_by_expert"] | None,
-        typer.Option(help=read_options.B_LAYOUT_HELP),
-    ] = None,
+    skip: read_options.Skip = None,
+    orientation: read_options.Orientation = None,
+    expert_b_layout: read_options.ExpertBLayout = None,
     gate_up_rows: read_options.GateUpRows = None,
     adapter_root: read_options.AdapterRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -42,15 +35,13 @@ def convert(
 
     What the layout can't hold exactly is refused; only --rank gives exactness up.
     """
-    from moegraft.adapters import ReadOptions, read_adapter
+    from moegraft.adapters import read_adapter
     from moegraft.adapters.convert import convert as convert_adapter
     from moegraft.errors import AdapterError
     from moegraft.hosts.transformers.names import expert_names
     from moegraft.hosts.transformers.spec import model_spec
 
-    options = ReadOptions(
-        orientation, expert_b_layout, tuple(skip or ()), gate_up_rows=gate_up_rows
-    )
+    options = read_options.of_one(skip, orientation, expert_b_layout, gate_up_rows)
     if out.exists():
         raise AdapterError(f"{str(out)!r} exists already; give a folder that does not.")
     source = read_adapter(adapter, read_options.file_policy(adapter_root))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -39,16 +39,9 @@ def inspect(
         Path | None,
         typer.Option(help="Folder of the model; its config.json is enough, no weights are read."),
     ] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(metavar="REGEX", help=read_options.SKIP_HELP)
-    ] = None,
-    orientation: Annotated[
-        Literal["normal", "swapped"] | None, typer.Option(help=read_options.ORIENTATION_HELP)
-    ] = None,
-    expert_b_layout: Annotated[
-        Literal["rank_major", "grouped_by_expert"] | None,
-        typer.Option(help=read_options.B_LAYOUT_HELP),
-    ] = None,
+    skip: read_options.Skip = None,
+    orientation: read_options.Orientation = None,
+    expert_b_layout: read_options.ExpertBLayout = None,
     gate_up_rows: read_options.GateUpRows = None,
     adapter_root: read_options.AdapterRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -57,12 +50,10 @@ def inspect(
 
     Exit code 0 when all of it binds to the model, 2 when it would be refused.
     """
-    from moegraft.adapters import ReadOptions, read_adapter
+    from moegraft.adapters import read_adapter
     from moegraft.cli.adapter_facts import config_facts, guesses, tensor_groups
 
-    options = ReadOptions(
-        orientation, expert_b_layout, tuple(skip or ()), gate_up_rows=gate_up_rows
-    )
+    options = read_options.of_one(skip, orientation, expert_b_layout, gate_up_rows)
     if model is None and read_options.given(options):
         raise MoegraftError(
             "--skip, --orientation, --expert-b-layout and --gate-up-rows need --model: without it "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -17,16 +17,9 @@ def merge(
     model: Annotated[Path, typer.Argument(help="Folder of the model.")],
     adapter: Annotated[Path, typer.Argument(help="Adapter folder.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
-    skip: Annotated[
-        list[str] | None, typer.Option(metavar="REGEX", help=read_options.SKIP_HELP)
-    ] = None,
-    orientation: Annotated[
-        Literal["normal", "swapped"] | None, typer.Option(help=read_options.ORIENTATION_HELP)
-    ] = None,
-    expert_b_layout: Annotated[
-        Literal["rank_major", "grouped_by_expert"] | None,
-        typer.Option(help=read_options.B_LAYOUT_HELP),
-    ] = None,
+    skip: read_options.Skip = None,
+    orientation: read_options.Orientation = None,
+    expert_b_layout: read_options.ExpertBLayout = None,
     gate_up_rows: read_options.GateUpRows = None,
     adapter_root: read_options.AdapterRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -35,14 +28,12 @@ def merge(
 
     Shard by shard and tensor by tensor: the model is never in memory as a whole.
     """
-    from moegraft.adapters import ReadOptions, bind, check_bound, read_adapter
+    from moegraft.adapters import bind, check_bound, read_adapter
     from moegraft.adapters.merge import merge as merge_adapter
     from moegraft.errors import AdapterError
     from moegraft.hosts.transformers.spec import model_spec
 
-    options = ReadOptions(
-        orientation, expert_b_layout, tuple(skip or ()), gate_up_rows=gate_up_rows
-    )
+    options = read_options.of_one(skip, orientation, expert_b_layout, gate_up_rows)
     if out.exists():
         raise AdapterError(f"{str(out)!r} exists already; give a folder that does not.")
     source = read_adapter(adapter, read_options.file_policy(adapter_root))

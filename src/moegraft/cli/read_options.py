@@ -27,6 +27,11 @@ B_LAYOUT_HELP = (
 )
 GATE_UP_ROWS_HELP = "Order of B's rows in a 3-D gate_up_proj, on models that interleave their own."
 
+Skip = Annotated[list[str] | None, typer.Option(metavar="REGEX", help=SKIP_HELP)]
+Orientation = Annotated[Literal["normal", "swapped"] | None, typer.Option(help=ORIENTATION_HELP)]
+ExpertBLayout = Annotated[
+    Literal["rank_major", "grouped_by_expert"] | None, typer.Option(help=B_LAYOUT_HELP)
+]
 GateUpRows = Annotated[
     Literal["concatenated", "interleaved"] | None, typer.Option(help=GATE_UP_ROWS_HELP)
 ]
@@ -38,6 +43,18 @@ AdapterRoot = Annotated[
 #: Text before the first "=" that can only be meant as a name; "=" in a regular expression comes
 #: behind "(?" or "(?<", and no tensor's name has one.
 _NAME = re.compile(r"[\w.\- ]+")
+
+
+def of_one(
+    skip: Sequence[str] | None,
+    orientation: Literal["normal", "swapped"] | None,
+    expert_b_layout: Literal["rank_major", "grouped_by_expert"] | None,
+    gate_up_rows: Literal["concatenated", "interleaved"] | None,
+) -> ReadOptions:
+    """Return the options of a command that reads one adapter."""
+    from moegraft import ReadOptions
+
+    return ReadOptions(orientation, expert_b_layout, tuple(skip or ()), gate_up_rows=gate_up_rows)
 
 
 def file_policy(adapter_root: Path | None) -> FilePolicy:
