@@ -64,7 +64,7 @@ def _run(call: RoutedCall, first_pair: int = 0) -> None:
         config = config.overlapping(False)
     # fp32, so that the sum has the bits of finalize over the rows of ``do_finalize=False``.
     ws = make_workspace(
-        weights, num_tokens * top_k, config.block_m, lora=False, y_dtype=torch.float32
+        weights, num_tokens * top_k, config.block_m, lora=False, y_type=torch.float32
     )
     if call.h is not None:
         ws = replace(ws, h=call.h.zero_())

@@ -87,18 +87,26 @@ def make_route_buffers(
     )
 
 
+def y_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of y for weights of this dtype: bf16 for bf16, else fp32.
+
+    Half the bytes of y, which at 128 tokens and more would not all stay in the L2 until finalize
+    reads them. Not fp16, whose range y may leave.
+    """
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
 def make_workspace(
     weights: ExpertWeights,
     num_pairs: int,
     block_m: int,
     lora: bool,
     delta_dtype: torch.dtype = torch.float32,
-    y_dtype: torch.dtype | None = None,
+    y_type: torch.dtype | None = None,
 ) -> Workspace:
     """Allocate scratch for P pairs; ``lora`` adds what only adapters need, in ``delta_dtype``.
 
-    ``y_dtype`` None = bf16 with bf16 weights: half the bytes of y, which at 128 tokens and more
-    would not all stay in the L2 until finalize reads them. Not fp16, whose range y may leave.
+    ``y_type`` None = :func:`y_dtype`.
 
     Nothing is initialised. All of it comes from torch's allocator on the current stream, so a
     captured call takes its memory from the graph's pool.
@@ -109,13 +117,13 @@ def make_workspace(
     def delta(columns: int) -> torch.Tensor:
         return torch.empty(num_pairs, columns, dtype=delta_dtype, device=device)
 
-    if y_dtype is None:
-        y_dtype = torch.bfloat16 if weights.dtype == torch.bfloat16 else torch.float32
     sides = 2 if weights.layout.gated else 1
     return Workspace(
         **vars(route),
         h=torch.empty(num_pairs, weights.intermediate, dtype=weights.dtype, device=device),
-        y=torch.empty(num_pairs, weights.hidden, dtype=y_dtype, device=device),
+        y=torch.empty(
+            num_pairs, weights.hidden, dtype=y_type or y_dtype(weights.dtype), device=device
+        ),
         delta_gate_up=delta(sides * weights.intermediate) if lora else None,
         delta_down=delta(weights.hidden) if lora else None,
     )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from moegraft.backends.triton.config import GemmConfig
 from moegraft.backends.triton.device import DeviceFacts
+from moegraft.backends.triton.workspace import y_dtype
 from moegraft.problem import Problem
 from moegraft.types import ExpertWeights
 
@@ -50,8 +49,8 @@ def prefill_config(problem: Problem, device: DeviceFacts) -> PrefillConfig | Non
 
 def max_pairs(weights: ExpertWeights) -> int:
     """Return how many pairs one round of launches takes, so that its work buffers stay bounded."""
-    y_bytes = 2 if weights.dtype == torch.bfloat16 else 4
-    row = weights.intermediate * weights.down.element_size() + weights.hidden * y_bytes
+    y_bytes = weights.hidden * y_dtype(weights.dtype).itemsize
+    row = weights.intermediate * weights.down.element_size() + y_bytes
     return max(MAX_BYTES // row, MIN_PIECE)
 
 

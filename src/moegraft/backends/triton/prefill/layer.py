@@ -12,33 +12,32 @@ from moegraft.backends.triton.activation import activation_constants
 from moegraft.backends.triton.config import FusedConfig, block_r
 from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.fused import in_pieces, prepared, run_layer
-from moegraft.backends.triton.lora_shrink import projection_records
 from moegraft.backends.triton.prefill.block_segments import BlockSegments, run_block_segments
 from moegraft.backends.triton.prefill.config import PrefillConfig, has_tensor_map, max_pairs
 from moegraft.backends.triton.prefill.down import prefill_down_kernel
 from moegraft.backends.triton.prefill.gate_up import prefill_gate_up_kernel
 from moegraft.backends.triton.prefill.route import Rows, run_route, token_order
 from moegraft.backends.triton.prefill.shrink import run_shrink
+from moegraft.backends.triton.workspace import y_dtype
 from moegraft.call import LayerCall
 from moegraft.types import ExpertWeights
 
 
 def _lora_args(
-    segments: BlockSegments | None, projections: tuple[str, ...], filler: torch.Tensor
+    segments: BlockSegments | None, filler: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...], dict[str, Any]]:
     """Return a GEMM's tensors, numbers and constants that only adapters need."""
     if segments is None:
         constants = {"LORA": False, "UNIT": 8, "PROJECTIONS": 3, "FAST": 0, "BLOCK_R": 16}
         return (filler,) * 8, (0, 0, 0, 0), constants
     table = segments.table
-    records = projection_records(table, projections)
     assert table.expert_map is not None
     tensors = (
         segments.row_segment, segments.block_slots, segments.block_count, segments.places,
         table.arena.data, table.records, table.records.view(torch.int32), table.expert_map,
     )  # fmt: skip
     numbers = (
-        table.max_rank, records.stride(0), table.expert_map.stride(0), table.num_slots
+        table.max_rank, table.records.stride(0), table.expert_map.stride(0), table.num_slots
     )  # fmt: skip
     constants = {
         "LORA": True, "UNIT": segments.unit, "PROJECTIONS": table.records.shape[1],
@@ -98,7 +97,7 @@ def _gate_up(
         weights.gate_up.view(-1, hidden), [tile.block_n, tile.block_k]
     )
     tiles = triton.cdiv(inter, tile.block_n)
-    tensors, numbers, lora = _lora_args(segments, projections, rows.row_pair)
+    tensors, numbers, lora = _lora_args(segments, rows.row_pair)
     constants = activation_constants(weights)
     constants.pop("COLUMN_STEP")
     prefill_gate_up_kernel[(rows.num_blocks * tiles,)](
@@ -117,13 +116,12 @@ def _down(
 ) -> torch.Tensor:  # fmt: skip
     tile, bias = config.down, weights.down_bias
     hidden, inter, top_k = weights.hidden, weights.intermediate, topk_weights.shape[1]
-    dtype = torch.bfloat16 if weights.dtype == torch.bfloat16 else torch.float32
-    y = torch.empty(rows.num_pairs, hidden, dtype=dtype, device=h.device)
+    y = torch.empty(rows.num_pairs, hidden, dtype=y_dtype(weights.dtype), device=h.device)
     projections = ("down",)
     s = h if segments is None else run_shrink(h, segments, projections, rows, top_k, config)
     desc = TensorDescriptor.from_tensor(weights.down.view(-1, inter), [tile.block_n, tile.block_k])
     tiles = triton.cdiv(hidden, tile.block_n)
-    tensors, numbers, lora = _lora_args(segments, projections, rows.row_pair)
+    tensors, numbers, lora = _lora_args(segments, rows.row_pair)
     prefill_down_kernel[(rows.num_blocks * tiles,)](
         h, desc, bias, topk_weights, y, s, rows.row_pair, rows.block_info, *tensors,
         inter, hidden, 0 if bias is None else bias.stride(0), tiles, *numbers,

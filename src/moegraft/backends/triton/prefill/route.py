@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.token_segments import is_capturing
 from moegraft.types import TokenSlots
 
 #: Pairs of one program.
@@ -162,8 +163,7 @@ class Rows:
 
 def token_order(slots: TokenSlots) -> torch.Tensor:
     """Return the tokens sorted by slot, stable, made once per step."""
-    capturing = slots.slots.is_cuda and torch.cuda.is_current_stream_capturing()
-    key = ("token_order", capturing)
+    key = ("token_order", is_capturing(slots))
     found = slots.cache.get(key)
     if found is None:
         found = slots.cache[key] = slots.slots.sort(stable=True).indices
