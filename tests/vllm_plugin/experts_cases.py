@@ -224,9 +224,6 @@ def make_pool(case: Case, layout: Any) -> ForeignPool:
 def context(case: Case) -> MoELoRAContext:
     """vLLM's context, with its metadata for :data:`TOKENS`."""
     lora = LoRAConfig(max_lora_rank=R, max_loras=S, lora_dtype=case.x.dtype)
-    wrapper_class = PunicaWrapperCPU if DEVICE == "cpu" else PunicaWrapperGPU
-    punica = wrapper_class(64, max_batches=T, device=torch.device(DEVICE), lora_config=lora)
-    set_tokens(punica, TOKENS)
     return MoELoRAContext(
         w13_lora_a_stacked=case.w13_a,
         w13_lora_b_stacked=case.w13_b,
@@ -240,9 +237,17 @@ def context(case: Case) -> MoELoRAContext:
         tp_rank=0,
         tp_size=1,
         local_num_experts=case.w2.shape[0],
-        punica_wrapper=punica,
+        punica_wrapper=make_punica(lora),
         use_tuned_config=False,
     )
+
+
+def make_punica(lora: LoRAConfig) -> Any:
+    """vLLM's metadata object of this device, with :data:`TOKENS`."""
+    wrapper_class = PunicaWrapperCPU if DEVICE == "cpu" else PunicaWrapperGPU
+    punica = wrapper_class(64, max_batches=T, device=torch.device(DEVICE), lora_config=lora)
+    set_tokens(punica, TOKENS)
+    return punica
 
 
 def set_tokens(punica: Any, tokens: tuple[int, ...]) -> None:
