@@ -10,20 +10,21 @@ from typing import Any
 
 import pytest
 
-from moegraft.adapters import store as store_module
+from moegraft.adapters import entry as entry_module
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.layer_copies import LayerCopies
+from moegraft.adapters.space import ArenaSpace
 from moegraft.adapters.streams import StreamOrder
 from moegraft.factors import PackedAdapter
 
 #: What may fail: memory that runs out, copies, the calls that keep streams in order.
 POINTS: tuple[tuple[Any, str], ...] = (
-    (store_module, "pack_adapter"),
-    (store_module, "checksum_of"),
-    (store_module, "check_overflow"),
+    (entry_module, "pack_adapter"),
+    (entry_module, "checksum_of"),
+    (entry_module, "check_overflow"),
     (PackedAdapter, "relocated"),
     (AdapterBank, "_pinned"),
-    (AdapterBank, "_new_arena"),
+    (ArenaSpace, "_new_arena"),
     (AdapterBank, "_put"),
     (LayerCopies, "start"),
     (LayerCopies, "wait"),

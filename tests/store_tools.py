@@ -84,11 +84,12 @@ def assert_sound(store: AdapterStore, slots_in_use: int | None = None) -> None:
     """Regions don't overlap, free + used = capacity, every slot and region has the one owner."""
     bank = bank_of(store)
     held = store._residency.slots
-    regions = {slot: region for slot, region in enumerate(bank._regions) if region is not None}
-    ranges = sorted([(s, s + n) for s, n in regions.values() if n] + bank._free._free)
+    space = bank._space
+    regions = {slot: region for slot, region in enumerate(space.regions) if region is not None}
+    ranges = sorted([(s, s + n) for s, n in regions.values() if n] + space.free._free)
     for (_, end), (start, _) in itertools.pairwise(ranges):
         assert end <= start, f"ranges overlap: {ranges}"
-    assert sum(end - start for start, end in ranges) == bank._free.capacity, "orphan bytes"
+    assert sum(end - start for start, end in ranges) == space.free.capacity, "orphan bytes"
     for slot, entry in enumerate(held):
         assert (entry is None) == (slot not in regions), f"slot {slot} has no owner or no region"
         if entry is not None:

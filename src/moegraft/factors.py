@@ -22,7 +22,7 @@ One contiguous row per slot holds both, so one stream-ordered copy flips all lay
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -127,14 +127,22 @@ class PackedAdapter:
         """Bytes that the factors take in the arena."""
         return self.data.numel() * self.data.element_size()
 
+    def with_data(self, data: torch.Tensor) -> PackedAdapter:
+        """Return the same adapter with its factors in other memory."""
+        return replace(self, data=data)
+
     def relocated(self, base_units: int, layout: TableLayout) -> torch.Tensor:
         """Return the table row with its offsets moved to ``base_units`` in the arena."""
-        row = self.row.clone()
-        records = layout.all_records(row)
-        live = records.view(torch.int32)[:, RANK_I32] > 0
-        records[live, A_OFFSET] += base_units
-        records[live, B_OFFSET] += base_units
-        return row
+        return moved_row(self.row, base_units, layout)
+
+
+def moved_row(row: torch.Tensor, units: int, layout: TableLayout) -> torch.Tensor:
+    """Return a copy of a table row whose factors lie ``units`` of 16 bytes further up."""
+    row = row.clone()
+    records = layout.all_records(row)
+    live = records.view(torch.int32)[:, RANK_I32] > 0
+    records[:, [A_OFFSET, B_OFFSET]] += live.long()[:, None] * units
+    return row
 
 
 def empty_row(layout: TableLayout) -> torch.Tensor:

@@ -47,6 +47,15 @@ class FreeList:
                 return start
         return None
 
+    def allocate_at(self, start: int, units: int) -> bool:
+        """Take ``units`` from ``start`` on; False when some of them are not free."""
+        for i, (low, high) in enumerate(self._free):
+            if low <= start and start + units <= high:
+                rest = [(low, start), (start + units, high)]
+                self._free[i : i + 1] = [(a, b) for a, b in rest if a < b]
+                return True
+        return False
+
     def release(self, start: int, units: int) -> None:
         """Give a range back."""
         if not units:

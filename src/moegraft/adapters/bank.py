@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from moegraft.adapters.arena import FreeList
 from moegraft.adapters.bank_sizes import check_sizes
 from moegraft.adapters.layer_copies import LayerCopies
+from moegraft.adapters.space import ArenaSpace
 from moegraft.adapters.streams import StreamOrder
 from moegraft.errors import AdapterError
-from moegraft.factor_table import Arena, SiteTable
-from moegraft.factors import UNIT_BYTES, PackedAdapter, TableLayout, empty_row
+from moegraft.factor_table import SiteTable
+from moegraft.factors import UNIT_BYTES, PackedAdapter, TableLayout, empty_row, moved_row
 from moegraft.memory import memory_for
 from moegraft.sites import Site
 
@@ -70,8 +70,6 @@ class AdapterBank:
         self.max_rank = max_rank
         self.dtype = dtype
         self.device = torch.device(device)
-        self._may_grow = arena_bytes is None
-        self._why_frozen = ""
         self.order = StreamOrder(self.device)
         self.copies = LayerCopies(self.device, self.order)
         #: Goes up when an adapter brings factors to a site that never had any: what was captured
@@ -84,18 +82,11 @@ class AdapterBank:
             self._ranks = self.layout.ranks(self._empty).repeat(num_slots, 1)
             #: What the table holds, on the host: a flip that fails puts the old row back.
             self._rows = [self._empty] * num_slots
-            self._regions: list[tuple[int, int] | None] = [None] * num_slots
-        units = (arena_bytes or 0) // UNIT_BYTES
-        self._free = FreeList(units)
-        with memory_for(f"an arena of {units * UNIT_BYTES:,} bytes (arena_bytes)"):
-            self._arena = Arena(self._new_arena(units))
+            #: Records that ever had a rank, by which sites are seen to come into use.
+            self._ever_live = torch.zeros_like(self._ranks[0], dtype=torch.bool)
+        self._space = ArenaSpace(num_slots, dtype, self.device, self.order, arena_bytes)
+        self._arena = self._space.arena
         self._tables = {site.name: self._site_table(site) for site in sites}
-
-    def _new_arena(self, units: int) -> torch.Tensor:
-        # One unit more than can be allocated, so that a window at the end stays inside.
-        elements = (units + 1) * UNIT_BYTES // self.dtype.itemsize
-        with torch.inference_mode(False):
-            return torch.zeros(elements, dtype=self.dtype, device=self.device)
 
     def _site_table(self, site: Site) -> SiteTable:
         records = self.layout.records(self.table, site)
@@ -135,35 +126,26 @@ class AdapterBank:
             AdapterError: it has a fixed size that is smaller.
             MoegraftError: no memory for it. Nothing has changed then.
         """
-        missing = -(-num_bytes // UNIT_BYTES) - self._free.capacity
-        if missing > 0:
-            if not self._may_grow:
-                raise AdapterError(
-                    f"The bank's arena has a fixed size of {self._free.capacity * UNIT_BYTES:,} "
-                    f"bytes, {num_bytes:,} were asked for: attach with a larger arena_bytes."
-                )
-            self._move(self._free.capacity + missing)
+        self._space.reserve(num_bytes)
 
     def freeze(self) -> None:
         """Forbid growth from now on, so that every address stays valid."""
-        if self._may_grow:
-            self._why_frozen = " CUDA graphs hold its address, so it grows no more."
-        self._may_grow = False
+        self._space.freeze()
 
     @property
     def frozen(self) -> bool:
         """True when the arena never moves again."""
-        return not self._may_grow
+        return self._space.frozen
 
     @property
     def memory(self) -> BankMemory:
         """Where the bank's bytes are."""
-        used = (self._free.capacity - self._free.free_units) * UNIT_BYTES
+        free = self._space.free
         return BankMemory(
-            arena=self._free.capacity * UNIT_BYTES,
-            used=used,
+            arena=free.capacity * UNIT_BYTES,
+            used=(free.capacity - free.free_units) * UNIT_BYTES,
             table=self.table.numel() * self.table.element_size(),
-            largest_free=self._free.largest * UNIT_BYTES,
+            largest_free=free.largest * UNIT_BYTES,
         )
 
     def check_rank(self, name: str, rank: int) -> None:
@@ -177,12 +159,7 @@ class AdapterBank:
     def check_fits(self, name: str, packed: PackedAdapter) -> None:
         """Raise :class:`AdapterError` when an adapter could never be in the bank."""
         self.check_rank(name, packed.max_rank)
-        capacity = self._free.capacity * UNIT_BYTES
-        if not self._may_grow and packed.num_bytes > capacity:
-            raise AdapterError(
-                f"Adapter {name!r} needs {packed.num_bytes:,} bytes, the whole arena has "
-                f"{capacity:,}; attach with a larger arena_bytes.{self._why_frozen}"
-            )
+        self._space.check_fits(name, packed.num_bytes)
 
     def has_room(self, packed: PackedAdapter, freeing: Iterable[int] = ()) -> bool:
         """True when the arena has, or may grow, a free range for the adapter.
@@ -191,11 +168,63 @@ class AdapterBank:
             packed: the adapter.
             freeing: slots whose regions count as free.
         """
-        regions = [region for slot in freeing if (region := self._regions[slot]) is not None]
-        largest = self._free.largest_after(regions) * UNIT_BYTES
-        return self._may_grow or largest >= packed.num_bytes
+        return not self.frozen or self._space.has_room(packed.num_bytes, freeing)
 
-    def write(self, slot: int, name: str, packed: PackedAdapter, wait: bool = True) -> None:
+    def fits_now(self, packed: PackedAdapter) -> bool:
+        """True when a free range of the arena as it is holds the adapter."""
+        return self._space.has_room(packed.num_bytes)
+
+    def could_have_room(
+        self, packed: PackedAdapter, movable: Collection[int], freeing: Collection[int] = ()
+    ) -> bool:
+        """True when :meth:`make_room` would make enough, once ``freeing`` are empty."""
+        return self._space.slides(packed.num_bytes, movable, freeing) is not None
+
+    def make_room(self, packed: PackedAdapter, movable: Collection[int]) -> None:
+        """Move regions together until the adapter fits in one range; nothing when it can't.
+
+        Only as many as it takes, on the device, in order with all that was queued before.
+
+        Args:
+            packed: the adapter that is to fit.
+            movable: slots that no running batch reads.
+
+        Raises:
+            Exception: a copy failed. A slot that it was about is empty then; :meth:`is_empty` says
+                which.
+        """
+        for slide in self._space.slides(packed.num_bytes, movable) or ():
+            row = self._pinned(
+                moved_row(self._rows[slide.slot], slide.target - slide.start, self.layout)
+            )
+            self.order.before_write()
+            self._flip(slide.slot, self._empty)
+            try:
+                self.copies.slide(
+                    self._arena.data,
+                    self._space.element(slide.start),
+                    self._space.element(slide.start + slide.units),
+                    self._space.element(slide.target),
+                    self._tables,
+                )
+                self._flip(slide.slot, row)
+            except BaseException:
+                self._space.clear(slide.slot)
+                raise
+            self._space.moved(slide)
+
+    def is_empty(self, slot: int) -> bool:
+        """True when a slot holds nothing."""
+        return self._space.regions[slot] is None
+
+    def write(
+        self,
+        slot: int,
+        name: str,
+        packed: PackedAdapter,
+        wait: bool = True,
+        fill: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
         """Put an adapter into a slot: copy its factors to a new region, then flip the table row.
 
         The slot's previous region is freed after the flip. On error nothing has changed.
@@ -204,27 +233,25 @@ class AdapterBank:
             slot, name: which slot, and what to call the adapter in messages.
             packed: its factors.
             wait: let the current stream wait for the copies; False = whoever reads them does.
+            fill: puts the factors into the region, ``[elements]``; None = they are those of
+                ``packed.data``.
 
         Raises:
             AdapterError: rank over the maximum, or a full arena that may not grow.
             MoegraftError: no memory for the arena to grow.
         """
         self.check_rank(name, packed.max_rank)
-        units = packed.num_bytes // UNIT_BYTES
         assert packed.data.dtype == self.dtype, f"packed as {packed.data.dtype}"
-        start = self._reserve(units, name)
-        first = start * UNIT_BYTES // self.dtype.itemsize
-        region = self._arena.data[first : first + packed.data.numel()]
-        try:
+        with self._space.allocated(slot, packed.num_bytes, name) as start:
+            first = self._space.element(start)
+            region = self._arena.data[first : first + packed.data.numel()]
             row = self._pinned(packed.relocated(start, self.layout))
-            self.copies.start(region, packed)
+            if fill is None:
+                self.copies.start(region, packed)
+            else:
+                fill(region)
             self.order.before_write()
             self._flip(slot, row)
-        except BaseException:
-            self._free.release(start, units)
-            raise
-        self._free_region(slot)
-        self._regions[slot] = (start, units)
         if wait:
             self.copies.wait()
 
@@ -232,7 +259,7 @@ class AdapterBank:
         """Empty a slot: its row says "no delta", its region is free again."""
         self.order.before_write()
         self._flip(slot, self._empty)
-        self._free_region(slot)
+        self._space.clear(slot)
 
     def _flip(self, slot: int, row: torch.Tensor) -> None:
         """Replace a slot's table row; when that fails, put the old one back."""
@@ -248,53 +275,15 @@ class AdapterBank:
         self.table[slot].copy_(row, non_blocking=True)
         self.order.after_write()
         self._ranks[slot].copy_(self.layout.ranks(row))
+        self._note_new_sites(self._ranks[slot] > 0)
+        self._arena.version += 1
+
+    def _note_new_sites(self, live: torch.Tensor) -> None:
+        """Count sites that come into use; ``live``: the records with a rank, bool."""
+        if not bool((live & ~self._ever_live).any()):
+            return
+        self._ever_live |= live
         for table in self._tables.values():
-            if not table.ever_used and bool(self.layout.ranks_of(self._ranks, table.site).any()):
+            if not table.ever_used and bool(self.layout.ranks_of(live, table.site).any()):
                 table.host_cache["used"] = True
                 self.sites_version += 1
-        self._arena.version += 1
-
-    def _free_region(self, slot: int) -> None:
-        region = self._regions[slot]
-        if region is not None:
-            self._free.release(*region)
-            self._regions[slot] = None
-
-    def _reserve(self, units: int, name: str) -> int:
-        start = self._free.allocate(units)
-        if start is None and self._may_grow:
-            self._grow(units)
-            start = self._free.allocate(units)
-        if start is None:
-            raise AdapterError(
-                f"Adapter {name!r} needs {units * UNIT_BYTES:,} bytes, the bank's arena of "
-                f"{self._free.capacity * UNIT_BYTES:,} has {self._free.free_units * UNIT_BYTES:,} "
-                f"free (largest range {self._free.largest * UNIT_BYTES:,}): unload adapters or "
-                "attach with a larger arena_bytes."
-            )
-        return start
-
-    def _grow(self, units: int) -> None:
-        """Move to an arena with ``units`` more and at least 1.5 times as large as the old one.
-
-        The first has room for two adapters of this size, unless there is only one slot.
-        """
-        capacity = max(self._free.capacity + units, min(self.num_slots, 2) * units)
-        self._move(max(capacity, self._free.capacity * 3 // 2))
-
-    def _move(self, capacity: int) -> None:
-        """Move to a larger arena of ``capacity`` units. Rare, so the host may wait for the GPU.
-
-        Others see the new arena when everything is in it, and the old one goes when the kernels
-        that were given it have ended.
-        """
-        with memory_for(f"an arena of {capacity * UNIT_BYTES:,} bytes"):
-            arena = self._new_arena(capacity)
-        old = self._arena.data
-        self.order.synchronize()
-        arena[: old.numel()].copy_(old)
-        self.order.synchronize()
-        self._arena.data = arena
-        self._arena.version += 1
-        self.order.synchronize()
-        self._free.grow(capacity)

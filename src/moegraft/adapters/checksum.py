@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -13,6 +15,32 @@ from moegraft.factors import A_OFFSET, B_OFFSET, PackedAdapter, TableLayout
 _BLOCK = 32768
 #: Blocks that a device without integer products of matrices sums up at once.
 _BLOCKS_AT_ONCE = 256
+
+
+class Digest:
+    """A checksum, or the work that finds it, which is done when it is first asked for.
+
+    Args:
+        found: the checksum, or a function that returns it; equal ones compare equal.
+    """
+
+    def __init__(self, found: str | Callable[[], str]) -> None:
+        self._lock = threading.Lock()
+        self._found = found
+
+    @property
+    def value(self) -> str:
+        """32 hexadecimal digits."""
+        with self._lock:
+            if not isinstance(self._found, str):
+                self._found = self._found()
+            return self._found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Digest) and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
 
 
 def checksum_of(packed: PackedAdapter, layout: TableLayout) -> str:

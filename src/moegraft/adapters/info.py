@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from moegraft.adapters.checksum import Digest
 from moegraft.adapters.finite import check_packed, is_finite
 from moegraft.adapters.layouts import ReadOptions
 from moegraft.adapters.report import BindReport
@@ -25,7 +26,7 @@ class AdapterInfo:
         name: its name.
         version: a number that is never used twice; goes up with every load and update, so caches
             keyed by it never serve an older content.
-        checksum: hexadecimal digest of the factors and scales as served.
+        digest: what :attr:`checksum` comes from; it may be worked out when it is first read.
         report: how its tensors were bound.
         slot: the bank slot it is in, None when it is only on the host.
         num_bytes: bytes it takes in the bank.
@@ -34,11 +35,16 @@ class AdapterInfo:
 
     name: str
     version: int
-    checksum: str
+    digest: Digest = field(repr=False)
     report: BindReport
     slot: int | None
     num_bytes: int
     pinned: bool
+
+    @property
+    def checksum(self) -> str:
+        """Hexadecimal digest of the factors and scales as served."""
+        return self.digest.value
 
 
 @dataclass(frozen=True)

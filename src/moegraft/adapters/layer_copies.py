@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -13,6 +12,8 @@ from moegraft.factors import PackedAdapter
 
 #: Sites that lie side by side are copied together up to this size: a copy costs a few microseconds.
 _CHUNK_BYTES = 4 << 20
+#: What slides to a place that overlaps it goes through a buffer of this size.
+_BOUNCE_BYTES = 64 << 20
 
 
 class LayerCopies:
@@ -57,25 +58,68 @@ class LayerCopies:
                     arrived = torch.cuda.Event()
                     arrived.record(stream)
                     self._arrived.update(dict.fromkeys(sites, arrived))
-                done = torch.cuda.Event()
-                done.record(stream)
-                self._last = (1 if self._last is None else self._last[0] + 1, done)
+                self._started(stream)
 
-    def to_host(self, packed: PackedAdapter) -> PackedAdapter:
-        """Return an adapter that is on the GPU as one in page-locked memory.
+    def fill(self, region: torch.Tensor, write: Callable[[torch.Tensor], None]) -> None:
+        """Let ``write`` put factors into ``region``, a part of the arena, as :meth:`start` does.
 
-        It is on its way there when this returns, on a stream of its own: :meth:`start` may be given
-        it at once, whoever reads it on the host must wait for the GPU.
+        Its work is queued behind that of the current stream. On a GPU it must have waited for that
+        work when it returns, since layers are not told what has arrived.
         """
-        host = torch.empty_like(packed.data, device="cpu", pin_memory=True)
+        if self._device.type != "cuda":
+            write(region)
+            return
+        with self._lock, torch.cuda.device(self._device):
+            stream = self._own_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            self._order.before_write(stream)
+            with torch.cuda.stream(stream):
+                write(region)
+
+    def slide(
+        self, arena: torch.Tensor, begin: int, end: int, target: int, sites: Iterable[str]
+    ) -> None:
+        """Move elements ``[begin, end)`` of the arena down to ``target``, which they may overlap.
+
+        Layers of ``sites`` wait for it.
+        """
+        if self._device.type != "cuda":
+            _slide(arena, begin, end, target)
+            return
+        with self._lock, torch.cuda.device(self._device):
+            stream = self._own_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            self._order.before_write(stream)
+            with torch.cuda.stream(stream):
+                _slide(arena, begin, end, target)
+                arrived = self._started(stream)
+            self._arrived.update(dict.fromkeys(sites, arrived))
+
+    def to_host(self, data: torch.Tensor, host: torch.Tensor) -> torch.cuda.Event:
+        """Copy ``data``, which is on the GPU, to page-locked memory; return the copy's end.
+
+        It is on its way when this returns, on a stream of its own, behind the current one:
+        :meth:`start` may be given ``host`` at once, whoever reads it on the host must wait for the
+        event. What is written to the arena later waits until it was read.
+        """
         with self._lock, torch.cuda.device(self._device):
             if self._downward is None:
                 self._downward = torch.cuda.Stream(self._device)
             self._downward.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._downward):
-                host.copy_(packed.data, non_blocking=True)
-            packed.data.record_stream(self._downward)
-        return replace(packed, data=host)
+                host.copy_(data, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record()
+                self._order.after_read()
+            data.record_stream(self._downward)
+        return done
+
+    def _started(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Note that what the stream has been given by now are the newest copies."""
+        done = torch.cuda.Event()
+        done.record(stream)
+        self._last = (1 if self._last is None else self._last[0] + 1, done)
+        return done
 
     def _own_stream(self) -> torch.cuda.Stream:
         if self._stream is None:
@@ -124,3 +168,15 @@ def _chunks(packed: PackedAdapter) -> Iterator[tuple[int, int, list[str]]]:
         sites.append(site)
     if sites:
         yield begin, end, sites
+
+
+def _slide(arena: torch.Tensor, begin: int, end: int, target: int) -> None:
+    """Move elements down, in order; in pieces through a buffer where both places overlap."""
+    if target + end - begin <= begin:
+        arena[target : target + end - begin].copy_(arena[begin:end], non_blocking=True)
+        return
+    step = _BOUNCE_BYTES // arena.element_size()
+    for at in range(begin, end, step):
+        piece = arena[at : min(at + step, end)].clone()
+        to = target + at - begin
+        arena[to : to + len(piece)].copy_(piece, non_blocking=True)

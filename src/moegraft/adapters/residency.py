@@ -3,56 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from moegraft.adapters.bank import AdapterBank
-from moegraft.adapters.info import AdapterInfo, ReadAs
-from moegraft.adapters.report import BindReport
+from moegraft.adapters.entry import Entry
 from moegraft.errors import AdapterError
-from moegraft.factors import PackedAdapter
-
-
-@dataclass(eq=False)
-class Entry:
-    """One version of a stored adapter; guarded by the store's lock.
-
-    Attributes:
-        name, version, checksum, packed, report: what was loaded; never changed.
-        read_as: how it was read, None when that is not known.
-        on_device: the same as ``packed`` on the GPU, where an update brought it; it goes once the
-            update is done.
-        slot: the bank slot that holds it, None = on the host only.
-        pinned: True when it may not be evicted.
-        users: running batches that hold it.
-        last_use: the clock at its last use.
-        retired: True when its name is gone, or stands for a newer version; it leaves its slot with
-            its last user.
-    """
-
-    name: str
-    version: int
-    checksum: str
-    packed: PackedAdapter
-    report: BindReport
-    read_as: ReadAs | None = None
-    on_device: PackedAdapter | None = None
-    slot: int | None = None
-    pinned: bool = False
-    users: int = 0
-    last_use: int = 0
-    retired: bool = False
-
-    def info(self) -> AdapterInfo:
-        """Return what a caller may know of it now."""
-        return AdapterInfo(
-            name=self.name,
-            version=self.version,
-            checksum=self.checksum,
-            report=self.report,
-            slot=self.slot,
-            num_bytes=self.packed.num_bytes,
-            pinned=self.pinned,
-        )
 
 
 def check_count(names: list[str], num_slots: int) -> None:
@@ -100,7 +55,7 @@ class Residency:
                 acquired.append(entry)
                 entry.last_use = next(self._clock)
                 if entry.slot is None:
-                    self._place(entry, victims.pop(0), keep=entries)
+                    self._place(entry, victims.pop(0), entries, acquired)
         except BaseException:
             for entry in acquired:
                 entry.users -= 1
@@ -125,10 +80,11 @@ class Residency:
         """
         slot = old.slot
         assert slot is not None and not old.users and new.slot is None
-        if not self._bank.has_room(new.packed):
+        if not self.fits(new):
             for entry in self._room_for(new, [old, *self._evictable([old])]):
                 self._vacate(entry)
-        self._bank.write(slot, new.name, new.on_device or new.packed, wait=False)
+            self.fits(new)
+        self._bank.write(slot, new.name, new.on_device or new.packed, wait=False, fill=new.fill)
         old.slot, new.slot = None, slot
         self._slots[slot] = new
 
@@ -138,11 +94,43 @@ class Residency:
             if entry is not None and entry.retired and not entry.users:
                 self._vacate(entry)
 
+    def fits(self, entry: Entry, acquired: Iterable[Entry] = ()) -> bool:
+        """True when there is room; regions that no running batch reads are moved to make it.
+
+        Args:
+            entry: what is to fit.
+            acquired: entries whose one user is the batch that is about to begin.
+        """
+        if not self._bank.fits_now(entry.packed):
+            self._move_together(entry, self._idle_slots(acquired))
+        return self._bank.has_room(entry.packed)
+
+    def _move_together(self, entry: Entry, movable: list[int]) -> None:
+        """Move regions for an entry; a move that fails leaves its adapter on the host."""
+        try:
+            self._bank.make_room(entry.packed, movable)
+        except BaseException:
+            for slot in movable:
+                held = self._slots[slot]
+                if held is not None and self._bank.is_empty(slot):
+                    self._slots[slot] = held.slot = None
+            raise
+
+    def _idle_slots(self, acquired: Iterable[Entry] = ()) -> list[int]:
+        """Slots whose adapters no running batch uses."""
+        mine = set(map(id, acquired))
+        return [
+            slot
+            for slot, held in enumerate(self._slots)
+            if held is not None and held.users == int(id(held) in mine)
+        ]
+
     def _room_for(self, new: Entry, idle: list[Entry]) -> list[Entry]:
         """Return the first of ``idle`` that are enough to make room; none when not all are."""
+        movable = self._idle_slots()
         for count in range(1, len(idle) + 1):
             slots = [entry.slot for entry in idle[:count] if entry.slot is not None]
-            if self._bank.has_room(new.packed, freeing=slots):
+            if self._bank.could_have_room(new.packed, movable, freeing=slots):
                 return idle[:count]
         return []  # the bank says what is missing
 
@@ -166,12 +154,12 @@ class Residency:
             )
         return chosen[:count]
 
-    def _place(self, entry: Entry, slot: int, keep: list[Entry]) -> None:
+    def _place(self, entry: Entry, slot: int, keep: list[Entry], acquired: list[Entry]) -> None:
         """Write an entry into a slot, evicting what is there; more, when the arena is full."""
         held = self._slots[slot]
         if held is not None:
             self._vacate(held)
-        while not self._bank.has_room(entry.packed):
+        while not self.fits(entry, acquired):
             evictable = self._evictable(keep)
             if not evictable:
                 break  # write() below says what is missing

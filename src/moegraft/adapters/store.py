@@ -11,21 +11,17 @@ import torch
 
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.bind import BoundAdapter
-from moegraft.adapters.checksum import checksum_of
-from moegraft.adapters.dora import check_resolved
-from moegraft.adapters.finite import check_packed
+from moegraft.adapters.entry import Entry, new_entry
 from moegraft.adapters.info import (
     AdapterInfo,
     ReadAs,
     check_covers,
     check_name,
-    check_overflow,
     name_is_taken,
 )
 from moegraft.adapters.name_locks import NameLocks
-from moegraft.adapters.residency import Entry, Residency, check_count
+from moegraft.adapters.residency import Residency, check_count
 from moegraft.errors import AdapterError, MoegraftError, shorten, shown
-from moegraft.packing import pack_adapter, places_of
 
 
 class AdapterStore:
@@ -77,7 +73,7 @@ class AdapterStore:
         """
         check_name(name)
         with self._names.hold(name):
-            entry = self._new_entry(name, bound, read_as, memory)
+            entry = new_entry(self._bank, name, bound, read_as, memory)
             with self._lock:
                 old = self._entries.get(name)
                 if old is not None and not replace:
@@ -115,7 +111,7 @@ class AdapterStore:
         check_name(name)
         with self._names.hold(name):
             self.info(name)
-            entry = self._new_entry(name, bound, read_as)
+            entry = new_entry(self._bank, name, bound, read_as)
             with self._lock:
                 old = self._entry(name)
                 check_covers(name, old.report, entry.report)
@@ -261,32 +257,9 @@ class AdapterStore:
         check_count(distinct, self._bank.num_slots)
         return [self._entry(name) for name in distinct]
 
-    def _new_entry(
-        self,
-        name: str,
-        bound: BoundAdapter,
-        read_as: ReadAs | None,
-        memory: torch.Tensor | None = None,
-    ) -> Entry:
-        """Pack and check an adapter; it gets its version when it takes the name."""
-        bank = self._bank
-        check_resolved(name, bound)
-        bank.check_rank(name, bound.report.max_rank)
-        places = places_of(bound.factors)
-        device = bank.device if bank.pins and places == {"cuda"} else "cpu"
-        packed = pack_adapter(bound.factors, bank.layout, bank.dtype, bank.pins, memory, device)
-        bank.check_fits(name, packed)
-        check_overflow(name, packed, bound.factors)
-        if "cuda" in places:
-            check_packed(name, packed)  # they were not looked at when they were read
-        entry = Entry(name, 0, checksum_of(packed, bank.layout), packed, bound.report, read_as)
-        if packed.data.is_cuda:
-            entry.packed, entry.on_device = bank.copies.to_host(packed), packed
-        return entry
-
     def _put(self, entry: Entry) -> AdapterInfo:
         """Let an entry be the one of its name, under a new version."""
-        entry.on_device = None
+        entry.on_device = entry.fill = None
         entry.version = next(self._versions)
         self._entries[entry.name] = entry
         return entry.info()

@@ -38,7 +38,7 @@ class StreamOrder:
         """
         if self._device.type == "cuda":
             stream = stream or torch.cuda.current_stream(self._device)
-            for reader, event in self._readers.items():
+            for reader, event in list(self._readers.items()):
                 if reader != stream.cuda_stream:
                     stream.wait_event(event)
             self._wait_for_write(stream)
