@@ -188,7 +188,7 @@ def rows_equal_merged(rank: int, folder: Path, mode: str) -> dict[str, int]:
 
 def family_equals_merged(rank: int, folder: Path, mode: str) -> None:
     """Rows with two adapters at every site of a model of any family."""
-    from test_host_models import adapter_for
+    from families import adapter_for
 
     whole = whole_model(folder)
     spec = model_spec(whole)

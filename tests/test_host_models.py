@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moegraft
-import tiny
-from moegraft.adapters import BoundAdapter, ModelSpec, bind, check_bound, make_source
+from families import adapter_for, merged
+from moegraft.adapters import bind, check_bound, make_source
 from moegraft.adapters.batch import RowSlots
-from moegraft.hosts.transformers import Graft, model_spec
+from moegraft.hosts.transformers import Graft
 from moegraft.testing import assert_bit_equal, assert_close
 from tiny_grafts import prompts
 
@@ -89,36 +89,6 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
             if parameter.dim() > 1:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     return model.to(dtype)
-
-
-def adapter_for(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
-    """Random factors for every site of a model, under the names that trainers write."""
-    generator = torch.Generator().manual_seed(seed)
-    rank = 2 + seed
-    tensors: dict[str, torch.Tensor] = {}
-    for site in spec.sites:
-        for projection in site.projections:
-            for expert in range(site.num_experts):
-                module = f"base_model.model.{site.name}"
-                if site.kind == "experts":
-                    module += f".{expert}.{projection.name}_proj"
-                for leaf, shape in (
-                    ("A", (rank, projection.in_features)),
-                    ("B", (projection.out_features, rank)),
-                ):
-                    factor = 0.2 * torch.randn(shape, generator=generator)
-                    tensors[f"{module}.lora_{leaf}.weight"] = factor
-    return tensors
-
-
-def merged(model: Any, bound: BoundAdapter) -> Any:
-    """Add an adapter's deltas to a model's weights."""
-    spec = model_spec(model)
-    with torch.no_grad():
-        for key, delta in tiny.all_deltas(bound, spec).items():
-            parameter = model.get_parameter(key)
-            parameter.copy_((parameter.float() + delta).to(parameter.dtype))
-    return model
 
 
 @cache

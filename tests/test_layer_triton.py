@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -59,6 +60,33 @@ def test_every_mode_matches_the_reference(layout: str, activation: str, mode: Mo
     layer = case.layer("triton", mode)
     assert layer.plan(*case.routing.topk_ids.shape).mode == mode
     assert_case(case, layer)
+
+
+def normed(case: LayerCase) -> LayerCase:
+    """The case with a norm behind each expert, which no smaller part of a row can stand for."""
+
+    def norm(y: torch.Tensor) -> torch.Tensor:
+        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-3)
+
+    return replace(case, weights=replace(case.weights, post_norm=norm))
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_norm_behind_each_expert_sees_base_and_delta(
+    monkeypatch: pytest.MonkeyPatch, pieces: bool
+) -> None:
+    case = normed(case_of())
+    layer = case.layer("triton")
+    assert layer.plan(6, 2).mode == "serial"
+    if pieces:
+        monkeypatch.setattr("moegraft.backends.triton.normed.MAX_PAIRS", 6)
+        monkeypatch.setattr("moegraft.backends.triton.fused.in_pieces.__defaults__", (6,))
+    assert_case(case, layer)
+    base = normed(replace(case_of(), token_slots=(-1,) * 6))
+    assert_case(base, base.layer("triton", "base"))
+    for mode in ("in_kernel", "fused_serial", "two_stream"):
+        with pytest.raises(PlanError, match="norm behind"):
+            case.layer("triton", mode)
 
 
 @pytest.mark.parametrize("mode", ["in_kernel", "serial"])

@@ -167,6 +167,8 @@ def run_stages(stages: Stages, call: LayerCall) -> torch.Tensor:
     if call.lora:
         assert table is not None and slots is not None
         stages.lora_shrink_expand(h, table, ("down",), perm, slots, y)
+    if weights.post_norm is not None:
+        y = weights.post_norm(y)
     out = stages.finalize(y, call.topk_weights, perm, call.scale)
     return out.to(x_TH.dtype) if call.out is None else call.out.copy_(out)
 

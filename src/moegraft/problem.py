@@ -20,6 +20,7 @@ class Problem:
         device_type: ``"cpu"`` or ``"cuda"``.
         max_rank: the bank's maximum rank; 0 = the layer has no adapters at all.
         activation: kind of activation; ``"custom"`` is a function of the host's.
+        post_norm: a norm behind each expert.
 
     A plan depends on nothing else: never on which adapters are live.
     """
@@ -35,6 +36,7 @@ class Problem:
     device_type: str
     max_rank: int = 0
     activation: str = "silu"
+    post_norm: bool = False
 
     @property
     def num_pairs(self) -> int:
@@ -56,6 +58,7 @@ class Problem:
             device_type=weights.device.type,
             max_rank=max_rank,
             activation=weights.activation.kind,
+            post_norm=weights.post_norm is not None,
         )
 
     @staticmethod

@@ -6,7 +6,7 @@ Read it beside the maths. For token t with slot a and each of its pairs (e, w)::
     up   = W_up[e]   x + b_up[e]   + s_up[a]   * B_up[a,e]   (A_up[a,e]   x)
     h    = act(gate, up)                                  # rounded to the activation dtype
     y    = W_down[e] h + b_down[e] + s_down[a] * B_down[a,e] (A_down[a,e] h)
-    out[t] = scale * sum_k w * y
+    out[t] = scale * sum_k w * y                          # w * norm(y) where experts have a norm
 
 A pair whose expert is -1 or on another rank contributes exactly 0. A slot of -1, or a factor that
 an adapter lacks, contributes no delta.
@@ -93,6 +93,8 @@ def moe_lora_reference(
             if weights.down_bias is not None:
                 y = y + weights.down_bias[e].to(compute_dtype)
             y = y + lora_delta(factors.get("down"), entry, h)
+            if weights.post_norm is not None:
+                y = weights.post_norm(y[None])[0]
             out[t] += topk_weights[t, k].to(compute_dtype) * y
     return scale * out
 

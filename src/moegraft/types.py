@@ -100,6 +100,8 @@ class ExpertWeights:
         gate_up_bias: ``[E, 2I]`` in the same column order as ``gate_up``, or None.
         down_bias: ``[E, H]`` or None.
         weight_format: ``"unquantized"``; no backend runs another format yet.
+        post_norm: a norm behind each expert, before the routing weight (muse_spark): a function of
+            fp32 rows ``[N, H]``, base and delta together; None for none.
 
     Strided views are fine. Raises :class:`MoegraftError` when shapes or dtypes disagree.
 
@@ -113,6 +115,7 @@ class ExpertWeights:
     activation: Activation = field(default_factory=Activation)
     layout: WeightLayout = field(default_factory=WeightLayout)
     weight_format: str = "unquantized"
+    post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         check_expert_tensors(self)

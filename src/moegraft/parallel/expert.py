@@ -90,6 +90,16 @@ class ExpertShard:
         check_size(where, self.part, intermediate)
 
 
+def check_norm(weights: ExpertWeights, shard: ExpertShard) -> None:
+    """Raise :class:`UnsupportedError` where a norm behind the experts would see partial sums."""
+    if weights.post_norm is not None and not shard.part.is_whole:
+        raise UnsupportedError(
+            f"The experts have a norm behind them, which needs whole rows, but this shard has "
+            f"only {shard.part.width} columns of each: give whole experts "
+            "to each rank instead."
+        )
+
+
 def shard_experts(weights: ExpertWeights, shard: ExpertShard) -> ExpertWeights:
     """Return this rank's slice of a layer's weights.
 
@@ -104,7 +114,7 @@ def shard_experts(weights: ExpertWeights, shard: ExpertShard) -> ExpertWeights:
 
     Raises:
         MoegraftError: the shard is for other sizes.
-        UnsupportedError: quantised weights.
+        UnsupportedError: quantised weights; a slice of I of experts with a norm behind them.
     """
     shard._check("shard_experts", weights.num_experts, weights.intermediate)
     if weights.weight_format != "unquantized":
@@ -112,6 +122,7 @@ def shard_experts(weights: ExpertWeights, shard: ExpertShard) -> ExpertWeights:
             f"Weights of format {weights.weight_format!r} can't be sliced here: slice them before "
             "they are quantised, or let the engine do it."
         )
+    check_norm(weights, shard)
     if shard.placement.local_to_global == tuple(range(weights.num_experts)) and shard.part.is_whole:
         return weights
     ids = torch.tensor(shard.placement.local_to_global, device=weights.device)

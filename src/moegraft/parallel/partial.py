@@ -10,7 +10,7 @@ from moegraft.call import LayerCall, Mode
 from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
 from moegraft.layer import MoeLoraLayer, check_call, run_plan
-from moegraft.parallel.expert import ExpertShard
+from moegraft.parallel.expert import ExpertShard, check_norm
 from moegraft.parallel.placement import to_local
 from moegraft.types import ExpertWeights, TokenSlots
 
@@ -37,6 +37,7 @@ class PartialMoe:
 
     Raises:
         MoegraftError: weights or table have other sizes than the shard.
+        UnsupportedError: a slice of I of experts with a norm behind them.
         PlanError: no backend can run these weights here.
     """
 
@@ -54,6 +55,7 @@ class PartialMoe:
                 f"{shard.placement.num_local} with I={shard.part.width}: pass shard_experts("
                 "weights, shard), or the engine's own slice."
             )
+        check_norm(weights, shard)
         self.shard = shard
         offset = shard.placement.offset
         #: Takes global ids when the experts are a range, else local ones.

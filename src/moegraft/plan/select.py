@@ -69,6 +69,10 @@ def make_plan(problem: Problem, backend: str | None = None, mode: Mode | None = 
             found = module.choose(problem, mode)
             choice = f"{name}: {'forced' if forced else 'first that can run it'}"
             reasons += [choice, found.why]
+            if problem.activation == "custom":
+                reasons.append("activation: the host's own function, on packed fp32 rows")
+            if problem.post_norm:
+                reasons.append("norm behind each expert: the host's own module")
             return Plan(problem, name, found.stages, found.mode, found.run, tuple(reasons))
         reasons.append(f"{name}: {refusal}")
     wanted = f"Backend {forced!r} can't" if forced else "No backend can"

@@ -4,8 +4,8 @@
 
 :mod:`moegraft.backends.triton.fused` is the whole layer, :mod:`.prefill` the same for many rows per
 expert, :mod:`.unfused` from plain stages (modes ``two_stream`` and ``serial``; activations that are
-functions), :mod:`.launch` each kernel's launch, :mod:`.tiles` what tiles they get. Each kernel file
-says which stages it replaces.
+functions), :mod:`.normed` that with a norm behind each expert, :mod:`.launch` each kernel's launch,
+:mod:`.tiles` what tiles they get. Each kernel file says which stages it replaces.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def supports(problem: Problem, mode: Mode | None = None) -> str | None:
         return f"{facts.name} has compute capability {facts.capability / 10}, this needs 8.0"
     if problem.activation == "custom" and mode in ("in_kernel", "fused_serial"):
         return f"mode {mode!r} can't run an activation given as a function; two_stream, serial can"
+    if problem.post_norm and mode not in (None, "serial", "base"):
+        return f"mode {mode!r} can't run experts with a norm behind them; serial and base can"
     if mode == "in_kernel" and not (facts.has_dependent_launch or facts.interpreted):
         return f"mode 'in_kernel' needs compute capability 9.0, {facts.name} is older"
     return None
@@ -54,6 +56,7 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     """Return what runs a supported problem."""
     from moegraft.backends.triton.device import device_facts
     from moegraft.backends.triton.fused import run_layer
+    from moegraft.backends.triton.normed import run_normed
     from moegraft.backends.triton.prefill.config import prefill_config
     from moegraft.backends.triton.prefill.layer import run_prefill
     from moegraft.backends.triton.stages import TritonStages
@@ -63,6 +66,10 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     facts = device_facts()
     config, source = choose_config(problem, facts)
     custom = problem.activation == "custom"
+    if problem.post_norm:
+        normed = TritonStages(config.overlapping(False))
+        why = f"experts with a norm behind them run on plain stages: {config}"
+        return Choice(normed, mode or "serial", why, partial(run_normed, stages=normed))
     if mode is None:
         fused: Mode = "in_kernel" if facts.has_dependent_launch else "fused_serial"
         mode = "serial" if custom else fused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -117,7 +118,7 @@ def expert_weights(path: str, module: Any) -> ExpertWeights:
     """Wrap an experts module's parameters, of this rank, in place, without copies.
 
     Raises:
-        UnsupportedError: a dtype, or a norm behind the experts, that has no implementation.
+        UnsupportedError: a dtype that has no implementation, or a norm behind sliced experts.
     """
     layout = weight_layout(module)
     gate_up = module.gate_up_proj if layout.gated else module.up_proj
@@ -126,8 +127,6 @@ def expert_weights(path: str, module: Any) -> ExpertWeights:
             f"{path} holds {gate_up.dtype} weights; this version serves float32, bfloat16 and "
             "float16. Load the model dequantised, with dtype=torch.bfloat16."
         )
-    if getattr(module, "has_post_expert_norm", False):
-        raise UnsupportedError(f"{path} has a norm behind its experts, which is not served yet.")
     bias_name = "gate_up_proj_bias" if layout.gated else "up_proj_bias"
     return ExpertWeights(
         gate_up=local(gate_up),
@@ -136,7 +135,20 @@ def expert_weights(path: str, module: Any) -> ExpertWeights:
         down_bias=_bias(module, "down_proj_bias"),
         activation=find_activation(module, layout),
         layout=layout,
+        post_norm=_post_norm(path, module),
     )
+
+
+def _post_norm(path: str, module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    if not getattr(module, "has_post_expert_norm", False):
+        return None
+    if local(module.down_proj).shape != module.down_proj.shape and not module._is_expert_parallel:
+        raise UnsupportedError(
+            f"{path} has a norm behind its experts, which needs whole rows, but the experts are "
+            "sliced over ranks: load the model with expert parallelism instead."
+        )
+    norm: Callable[[torch.Tensor], torch.Tensor] = module.post_expert_norm
+    return norm
 
 
 def _bias(module: Any, name: str) -> torch.Tensor | None:

@@ -8,6 +8,12 @@ from typing import Any
 from torch import nn
 
 from moegraft.adapters.spec import ModelSpec, is_other_tower
+from moegraft.hosts.transformers.unserved import (
+    has_own_forward,
+    is_experts_module,
+    why_no_experts,
+    why_no_linear,
+)
 from moegraft.sites import Site, expert_site, linear_site
 from moegraft.types import GateUpOrder, WeightLayout
 
@@ -16,13 +22,6 @@ HEAD_NAMES = (
     *("lm_head", "model.lm_head", "unembed_tokens", "model.unembed_tokens"),
     *("output_layer", "embed_out"),
 )
-
-
-def is_experts_module(module: nn.Module) -> bool:
-    """True for modules that dispatch through transformers' experts interface."""
-    return all(
-        hasattr(module, a) for a in ("has_gate", "is_transposed", "_apply_gate", "down_proj")
-    )
 
 
 def weight_layout(module: Any) -> WeightLayout:
@@ -34,7 +33,10 @@ def weight_layout(module: Any) -> WeightLayout:
 
 
 def router_names(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (path, module, path of its experts) of routers that own a plain ``weight`` [E, H]."""
+    """Yield (path, module, path of its experts) of routers with a ``weight`` [E, H] of their own.
+
+    Not those whose logits come from a plain linear, which is served as one.
+    """
     for path, module in model.named_modules():
         experts = getattr(module, "experts", None)
         if not isinstance(experts, nn.Module) or not is_experts_module(experts):
@@ -42,10 +44,14 @@ def router_names(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
         num_experts = _expert_sizes(experts)[0]
         for name, child in module.named_children():
             weight = child._parameters.get("weight")
-            if isinstance(child, nn.Linear) or weight is None:
+            plain = isinstance(child, nn.Linear) and not has_own_forward(child)
+            if plain or weight is None:
                 continue
-            # Its width may differ from the experts': nemotron_h routes before a projection.
-            if weight.dim() == 2 and weight.shape[0] == num_experts:
+            # Its width may differ from the experts': nemotron_h routes before a projection. It may
+            # have more rows: inkling weighs its shared experts too.
+            rows = weight.shape[0]
+            more = rows > num_experts and type(child).__name__.lower().endswith("router")
+            if weight.dim() == 2 and (rows == num_experts or more):
                 yield f"{path}.{name}", child, f"{path}.experts"
 
 
@@ -69,12 +75,21 @@ def model_spec(model: nn.Module) -> ModelSpec:
         aliases = tuple(names[id(module)][1:])
         if is_other_tower(path):
             continue
+        reason = refused.get(path.rpartition(".")[0]) or why_no_experts(module)
+        if reason is not None:
+            refused[path] = reason
+            continue
         if is_experts_module(module):
             site = expert_site(path, *_expert_sizes(module), weight_layout(module))
         elif path in routers:
             num_experts, hidden = module.weight.shape
             site = linear_site(path, hidden, num_experts, "router")
         elif isinstance(module, nn.Linear):
+            parent, _, name = path.rpartition(".")
+            reason = why_no_linear(model.get_submodule(parent), name, module)
+            if reason is not None:
+                refused[path] = reason
+                continue
             site = linear_site(path, module.in_features, module.out_features)
             if path == head:
                 aliases = (*aliases, *(name for name in HEAD_NAMES if name != path))
