@@ -35,9 +35,9 @@ from moegraft.adapters.foreign import stacked_pool
 from moegraft.bench import records
 from moegraft.bench.harness import Timer
 from moegraft.bench.report import text_table
+from moegraft.hosts.slot_tensors import rank_major
 from moegraft.hosts.vllm.experts import MoegraftExperts
 from moegraft.hosts.vllm.formulas import formula
-from moegraft.hosts.vllm.layers import rank_major
 from moegraft.hosts.vllm.punica import PunicaWrapperCPU, PunicaWrapperGPU
 from moegraft.ops import moe_lora
 from moegraft.packing import pack_adapter

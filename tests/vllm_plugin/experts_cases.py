@@ -20,9 +20,9 @@ from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRACon
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
 from moegraft.adapters.foreign import ForeignPool, stacked_pool
+from moegraft.hosts.slot_tensors import rank_major
 from moegraft.hosts.vllm.experts import MoegraftExperts
 from moegraft.hosts.vllm.formulas import formula
-from moegraft.hosts.vllm.layers import rank_major
 from moegraft.hosts.vllm.punica import PunicaWrapperCPU, PunicaWrapperGPU
 from moegraft.sites import expert_site
 

@@ -5,8 +5,9 @@ A call that is captured in a CUDA graph counts once, at the capture; its replays
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
+
+from moegraft.hosts.counting import Counts
 
 #: name -> what it counts.
 MEANINGS = {
@@ -22,18 +23,9 @@ MEANINGS = {
     "adapters_completed": "adapters without factors for some experts or projections",
 }
 
-_counts: Counter[str] = Counter()
-
-
-def count(name: str, times: int = 1) -> None:
-    """Add to a count of :data:`MEANINGS`."""
-    assert name in MEANINGS, name
-    _counts[name] += times
-
-
-def counters() -> dict[str, int]:
-    """Return all counts of this process; 0 for what never happened."""
-    return {name: _counts[name] for name in MEANINGS}
+_counts = Counts(MEANINGS)
+count = _counts.add
+counters = _counts.all
 
 
 class WorkerExtension:

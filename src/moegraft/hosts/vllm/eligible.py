@@ -12,12 +12,15 @@ from vllm.platforms import current_platform
 
 from moegraft.errors import MoegraftError
 from moegraft.factors import UNIT_BYTES
-from moegraft.hosts.vllm.formulas import Formula, formula
+from moegraft.hosts.formula import Formula
+from moegraft.hosts.left import LeftToEngine
+from moegraft.hosts.slot_tensors import whole_units
+from moegraft.hosts.vllm.formulas import formula
 from moegraft.ops.operators import cached_plan
 from moegraft.problem import Problem
 from moegraft.types import ExpertWeights
 
-logger = logging.getLogger("vllm.moegraft")
+say_why_not = LeftToEngine(logging.getLogger("vllm.moegraft"), "vLLM").say
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -47,7 +50,7 @@ def experts_formula(wrapper: Any, lora_config: Any) -> Formula | str:
     wanted = (wrapper.local_num_experts, width * (2 if found.layout.gated else 1), hidden)
     if tuple(w13.shape) != wanted:
         return f"its weights are {tuple(w13.shape)}, not {wanted}"
-    if not _whole_units((hidden, width), w13.dtype):
+    if not whole_units((hidden, width), w13.dtype):
         return (
             f"rows of {hidden} and {width} values do not begin at multiples of {UNIT_BYTES} bytes"
         )
@@ -58,11 +61,6 @@ def experts_formula(wrapper: Any, lora_config: Any) -> Formula | str:
     except MoegraftError as error:
         return str(error)
     return found
-
-
-def _whole_units(widths: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Return True when rows of these widths, one after the other, all begin at 16 bytes."""
-    return all(width * dtype.itemsize % UNIT_BYTES == 0 for width in widths)
 
 
 def reason_against_linear(wrapper: Any, lora_config: Any) -> str | None:
@@ -81,7 +79,7 @@ def reason_against_linear(wrapper: Any, lora_config: Any) -> str | None:
     if not wrapper.lora_a_stacked or not current_platform.can_update_inplace():
         return "vLLM does not add their deltas in place"
     num_in = wrapper.lora_a_stacked[0].shape[3]
-    if not _whole_units((num_in,), lora_config.lora_dtype):
+    if not whole_units((num_in,), lora_config.lora_dtype):
         return f"rows of {num_in} values are no multiples of {UNIT_BYTES} bytes"
     dtype = str(lora_config.lora_dtype).removeprefix("torch.")
     kind = wrapper.lora_a_stacked[0].device.type
@@ -90,18 +88,3 @@ def reason_against_linear(wrapper: Any, lora_config: Any) -> str | None:
     except MoegraftError as error:
         return str(error)
     return None
-
-
-_said: set[str] = set()
-
-
-def say_why_not(layer: str, reason: str, what: str = "experts") -> None:
-    """Log one line per reason, naming the first layer that has it."""
-    if reason not in _said:
-        _said.add(reason)
-        logger.warning(
-            "moegraft leaves %s to vLLM, at %s and wherever this holds too: %s.",
-            what,
-            layer,
-            reason,
-        )

@@ -8,11 +8,11 @@ import torch
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
 from moegraft.factor_table import SiteTable
+from moegraft.hosts.formula import Formula, WeightsInPlace
 from moegraft.hosts.vllm.counters import count
-from moegraft.hosts.vllm.formulas import Formula
 from moegraft.hosts.vllm.steps import expert_slots
 from moegraft.ops import moe_lora
-from moegraft.types import ExpertWeights, TokenSlots
+from moegraft.types import TokenSlots
 
 
 class MoegraftExperts(TritonExperts):
@@ -43,7 +43,7 @@ class MoegraftExperts(TritonExperts):
         self.table = table
         self._fixed_map = expert_map
         self._offset = None if expert_map is None else contiguous_offset(expert_map)
-        self._weights: ExpertWeights | None = None
+        self._weights = WeightsInPlace(formula)
         if stock._lora_context is not None:
             self.set_lora_context(stock._lora_context)
 
@@ -95,7 +95,7 @@ class MoegraftExperts(TritonExperts):
             hidden_states,
             topk_ids,
             topk_weights,
-            self._expert_weights(w1, w2),
+            self._weights.of(w1, w2, self.w1_bias, self.w2_bias),
             self.table,
             slots,
             expert_offset=offset,
@@ -111,26 +111,6 @@ class MoegraftExperts(TritonExperts):
             return None
         slots = expert_slots(self._lora_context, num_tokens)
         return slots if slots is not None and self.table.has_delta(slots) else None
-
-    def _expert_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> ExpertWeights:
-        """Wrap the weights where they are; a reload may have put them elsewhere."""
-        known = self._weights
-        if (
-            known is None
-            or known.gate_up.data_ptr() != w1.data_ptr()
-            or known.down.data_ptr() != w2.data_ptr()
-            or known.gate_up_bias is not self.w1_bias
-            or known.down_bias is not self.w2_bias
-        ):
-            known = self._weights = ExpertWeights(
-                w1.detach(),
-                w2.detach(),
-                self.w1_bias,
-                self.w2_bias,
-                self.formula.activation,
-                self.formula.layout,
-            )
-        return known
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -8,9 +8,9 @@ quantisation configuration even where nothing is quantised.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from moegraft.hosts.formula import Formula
 from moegraft.types import Activation, ActivationKind, WeightLayout
 
 _GATED: dict[str, ActivationKind] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
@@ -20,17 +20,6 @@ _UNGATED: dict[str, ActivationKind] = {
     "gelu_tanh_no_mul": "gelu_tanh",
     "relu2_no_mul": "relu2",
 }
-
-
-@dataclass(frozen=True)
-class Formula:
-    """An activation and the order of gate and up that it reads.
-
-    Example: vLLM's ``silu`` is ``Formula(Activation("silu"), WeightLayout())``.
-    """
-
-    activation: Activation
-    layout: WeightLayout
 
 
 def formula(name: str, experts: Any) -> Formula | None:

@@ -17,10 +17,11 @@ import torch
 from vllm.lora.layers import fused_moe as stock
 
 from moegraft.adapters.foreign import ForeignPool, stacked_pool
+from moegraft.hosts.formula import Formula
+from moegraft.hosts.slot_tensors import rank_major
 from moegraft.hosts.vllm.counters import count
 from moegraft.hosts.vllm.eligible import experts_formula, say_why_not
 from moegraft.hosts.vllm.experts import MoegraftExperts
-from moegraft.hosts.vllm.formulas import Formula
 from moegraft.sites import expert_site
 
 
@@ -83,12 +84,6 @@ class FusedMoEWithLoRA(_ExpertsOnMoegraft, stock.FusedMoEWithLoRA):
 
 class FusedMoE3DWithLoRA(_ExpertsOnMoegraft, stock.FusedMoE3DWithLoRA):
     """Gate and up in one slice, with one A."""
-
-
-def rank_major(lora_b: torch.Tensor) -> torch.Tensor:
-    """Return zeros in the shape of ``[S, E or 1, out, R]``, stored as ``[S, E or 1, R, out]``."""
-    slots, entries, out, rank = lora_b.shape
-    return lora_b.new_zeros(slots, entries, rank, out).transpose(2, 3)
 
 
 def _pool(wrapper: Any, found: Formula) -> ForeignPool:

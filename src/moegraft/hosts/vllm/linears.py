@@ -20,9 +20,9 @@ from vllm.lora import layers as stock
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from moegraft.adapters.foreign_linear import LinearPool
+from moegraft.hosts.slot_tensors import rank_major
 from moegraft.hosts.vllm.counters import count
 from moegraft.hosts.vllm.eligible import reason_against_linear, say_why_not
-from moegraft.hosts.vllm.layers import rank_major
 from moegraft.linear import LinearLora, LinearLoraGroup
 
 #: The wrappers that keep whole factors; their relatives for sharded factors stay vLLM's.
