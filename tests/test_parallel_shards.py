@@ -23,6 +23,7 @@ from moegraft.parallel import (
     shard_experts,
 )
 from moegraft.parallel.placement import to_local
+from moegraft.quant.experts import quantise_experts
 from moegraft.reference import linear_lora_reference
 from moegraft.sites import expert_site, linear_site
 from moegraft.testing import (
@@ -126,9 +127,9 @@ def test_a_shard_of_other_sizes_is_refused() -> None:
 
 
 def test_quantised_weights_are_refused_by_their_format() -> None:
-    weights = replace(random_weights(8, 24, 20), weight_format="fp8_block")
+    weights = quantise_experts(random_weights(8, 24, 20), "fp8-block")
     shard = ExpertShard(ExpertPlacement.contiguous(8, 0, 2), Part.of(20, 0, 1))
-    with pytest.raises(UnsupportedError, match="fp8_block"):
+    with pytest.raises(UnsupportedError, match="fp8-block"):
         shard_experts(weights, shard)
 
 

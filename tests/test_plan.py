@@ -115,7 +115,7 @@ def test_a_device_without_a_backend_is_refused() -> None:
 
 
 def test_layers_refuse_when_they_are_built() -> None:
-    with pytest.raises(PlanError, match="int3_made_up"):
+    with pytest.raises(MoegraftError, match="'int3_made_up' have no scales"):
         MoeLoraLayer(replace(random_weights(2, 4, 3), weight_format="int3_made_up"))
     with pytest.raises(PlanError, match="float64"):
         MoeLoraLayer(random_weights(2, 4, 3, dtype=torch.float64))

@@ -15,8 +15,9 @@ class Problem:
         num_tokens, top_k: T and K.
         num_experts, hidden, intermediate: E (local), H and I.
         gated: False for experts without a gate.
-        dtype: name of the weights' dtype, such as ``"bfloat16"``.
-        weight_format: ``"unquantized"``; no backend runs another format yet.
+        dtype: name of the weights' dtype, such as ``"bfloat16"``; of quantised ones, of the
+            activations.
+        weight_format: ``"unquantized"``, or one of :data:`moegraft.quant.FORMATS`.
         device_type: ``"cpu"`` or ``"cuda"``.
         max_rank: the bank's maximum rank; 0 = the layer has no adapters at all.
         activation: kind of activation; ``"custom"`` is a function of the host's.

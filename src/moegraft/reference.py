@@ -8,8 +8,9 @@ Read it beside the maths. For token t with slot a and each of its pairs (e, w)::
     y    = W_down[e] h + b_down[e] + s_down[a] * B_down[a,e] (A_down[a,e] h)
     out[t] = scale * sum_k w * y                          # w * norm(y) where experts have a norm
 
-A pair whose expert is -1 or on another rank contributes exactly 0. A slot of -1, or a factor that
-an adapter lacks, contributes no delta.
+``W`` is the stored weights' exact value, whatever their format; a W8A8 format rounds the x and h
+that W meets, never those that A meets. A pair whose expert is -1 or on another rank contributes
+exactly 0. A slot of -1, or a factor that an adapter lacks, contributes no delta.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Sequence
 import torch
 
 from moegraft.activations import apply_activation
+from moegraft.quant.activations import rounded_activations
+from moegraft.quant.experts import expert_matrix, weight_format_of
 from moegraft.sites import LINEAR_PROJECTION
 from moegraft.types import ExpertWeights, LoraFactor, SiteFactors
 
@@ -33,6 +36,14 @@ def lora_delta(factor: LoraFactor | None, entry: int, x: torch.Tensor) -> torch.
     lora_a = factor.lora_A[entry if factor.lora_A.shape[0] > 1 else 0].to(x.dtype)
     lora_b = factor.lora_B[entry if factor.lora_B.shape[0] > 1 else 0].to(x.dtype)
     return factor.scale * (lora_b @ (lora_a @ x))
+
+
+def base_input(x: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
+    """Return ``x`` ``[in]`` as the base product reads it: rounded where the format says so."""
+    found = weight_format_of(weights)
+    if found is None or found.activation_group is None:
+        return x
+    return rounded_activations(x.float()[None], found)[0].to(x.dtype)
 
 
 def moe_lora_reference(
@@ -79,7 +90,7 @@ def moe_lora_reference(
                 continue
             factors = {} if adapter is None else adapter.projections
             entry = -1 if adapter is None else adapter.entry(e)
-            gate_up = weights.gate_up_oi[e].to(compute_dtype) @ x
+            gate_up = expert_matrix(weights, "gate_up", e, compute_dtype) @ base_input(x, weights)
             if weights.gate_up_bias is not None:
                 gate_up = gate_up + weights.gate_up_bias[e].to(compute_dtype)
             for name, where in columns.items():
@@ -89,7 +100,7 @@ def moe_lora_reference(
             )[0]
             if round_h:
                 h = h.to(x_TH.dtype).to(compute_dtype)
-            y = weights.down_oi[e].to(compute_dtype) @ h
+            y = expert_matrix(weights, "down", e, compute_dtype) @ base_input(h, weights)
             if weights.down_bias is not None:
                 y = y + weights.down_bias[e].to(compute_dtype)
             y = y + lora_delta(factors.get("down"), entry, h)

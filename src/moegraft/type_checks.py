@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moegraft.errors import MoegraftError
+from moegraft.quant.checks import check_scales
+from moegraft.quant.formats import UNQUANTIZED
 
 if TYPE_CHECKING:
     from moegraft.types import ExpertWeights
@@ -24,6 +26,7 @@ def check_choice(what: str, found: object, known: Sequence[str]) -> None:
 def check_expert_tensors(weights: ExpertWeights) -> None:
     """Raise :class:`MoegraftError` unless shapes, dtypes and devices of a layer's weights agree."""
     wide = 2 if weights.layout.gated else 1
+    packed = 2 if weights.down.dtype == torch.uint8 else 1
     if weights.gate_up.dim() != 3 or weights.down.dim() != 3:
         raise MoegraftError(
             f"Expert weights must be 3-D; got gate_up {tuple(weights.gate_up.shape)} and down "
@@ -33,7 +36,7 @@ def check_expert_tensors(weights: ExpertWeights) -> None:
         raise MoegraftError(
             f"down has shape {tuple(weights.down.shape)}: at least one expert and no size of 0."
         )
-    expected_gate_up = (weights.num_experts, wide * weights.intermediate, weights.hidden)
+    expected_gate_up = (weights.num_experts, wide * weights.intermediate, weights.hidden // packed)
     if tuple(weights.gate_up_oi.shape) != expected_gate_up:
         raise MoegraftError(
             f"gate_up has shape {tuple(weights.gate_up_oi.shape)} as [E, out, in], but down "
@@ -59,6 +62,8 @@ def check_expert_tensors(weights: ExpertWeights) -> None:
             f"gate_up is {weights.gate_up.dtype} on {weights.gate_up.device}, down is "
             f"{weights.down.dtype} on {weights.down.device}; they must agree."
         )
+    if weights.scales is not None or weights.weight_format != UNQUANTIZED:
+        check_scales(weights)
 
 
 def slot_numbers(slots: list[int] | torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 
 from moegraft.errors import MoegraftError
 from moegraft.type_checks import check_choice, check_expert_tensors, slot_numbers
+from moegraft.weight_scales import WeightScales
 
 GateUpOrder = Literal["gate_first", "up_first", "interleaved", "no_gate"]
 _Derived = TypeVar("_Derived")
@@ -99,7 +100,9 @@ class ExpertWeights:
         down: ``[E, H, I]`` (``[E, I, H]`` when not out-major).
         gate_up_bias: ``[E, 2I]`` in the same column order as ``gate_up``, or None.
         down_bias: ``[E, H]`` or None.
-        weight_format: ``"unquantized"``; no backend runs another format yet.
+        weight_format: ``"unquantized"``, or one of :data:`moegraft.quant.FORMATS`. Quantised ones
+            are out-major; two 4-bit values lie in one uint8, so that the last size is half.
+        scales: of quantised weights; None else.
         post_norm: a norm behind each expert, before the routing weight (muse_spark): a function of
             fp32 rows ``[N, H]``, base and delta together; None for none.
 
@@ -115,6 +118,7 @@ class ExpertWeights:
     activation: Activation = field(default_factory=Activation)
     layout: WeightLayout = field(default_factory=WeightLayout)
     weight_format: str = "unquantized"
+    scales: WeightScales | None = None
     post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -143,12 +147,12 @@ class ExpertWeights:
     @property
     def intermediate(self) -> int:
         """I."""
-        return self.down_oi.shape[2]
+        return self.down_oi.shape[2] * (2 if self.down.dtype == torch.uint8 else 1)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The storage dtype of the weights."""
-        return self.down.dtype
+        """The dtype that activations are multiplied in: the weights' own unless quantised."""
+        return self.down.dtype if self.scales is None else self.scales.dtype
 
     @property
     def device(self) -> torch.device:

@@ -23,6 +23,7 @@ from moegraft.call import Mode
 from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
 from moegraft.problem import Problem
+from moegraft.quant.formats import why_no_format
 from moegraft.stages import Permutation, split_columns
 from moegraft.types import TokenSlots
 
@@ -128,8 +129,9 @@ def supports(problem: Problem, mode: Mode | None = None) -> str | None:
         return f"mode {mode!r} is for GPUs; implemented: serial, base"
     if problem.device_type != "cpu":
         return f"the tensors are on {problem.device_type}, this backend runs on cpu"
-    if problem.weight_format != "unquantized":
-        return f"weight format {problem.weight_format!r} is not implemented"
+    reason = why_no_format(problem.weight_format)
+    if reason is not None:
+        return reason
     if problem.dtype not in ("float32", "bfloat16", "float16"):
         return f"weights are {problem.dtype}; implemented: float32, bfloat16, float16"
     return None

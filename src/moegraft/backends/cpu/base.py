@@ -6,6 +6,7 @@ import torch
 
 from moegraft.activations import apply_activation
 from moegraft.backends.cpu.grouped import grouped_mm
+from moegraft.backends.cpu.quantised import quantised_mm
 from moegraft.stages import Permutation
 from moegraft.types import ExpertWeights
 
@@ -13,6 +14,8 @@ from moegraft.types import ExpertWeights
 def gate_up(x_TH: torch.Tensor, weights: ExpertWeights, perm: Permutation) -> torch.Tensor:
     """See :meth:`moegraft.stages.Stages.gate_up`."""
     rows = x_TH[perm.row_to_token].float()
+    if weights.scales is not None:
+        return quantised_mm(rows, weights, "gate_up", weights.gate_up_bias, perm)
     return grouped_mm(rows, weights.gate_up_oi, weights.gate_up_bias, perm)
 
 
@@ -24,6 +27,8 @@ def activation(gate_up: torch.Tensor, weights: ExpertWeights, dtype: torch.dtype
 
 def down(h_NI: torch.Tensor, weights: ExpertWeights, perm: Permutation) -> torch.Tensor:
     """See :meth:`moegraft.stages.Stages.down`."""
+    if weights.scales is not None:
+        return quantised_mm(h_NI.float(), weights, "down", weights.down_bias, perm)
     return grouped_mm(h_NI.float(), weights.down_oi, weights.down_bias, perm)
 
 

@@ -18,6 +18,7 @@ import torch
 from moegraft.backends import Choice
 from moegraft.call import LayerRun, Mode
 from moegraft.problem import Problem
+from moegraft.quant.formats import UNQUANTIZED, why_no_format
 
 #: finalize keeps one bit per choice.
 MAX_TOP_K = 64
@@ -34,8 +35,9 @@ def supports(problem: Problem, mode: Mode | None = None) -> str | None:
         return f"the tensors are on {problem.device_type}, this backend runs on NVIDIA GPUs"
     if not is_interpreted() and (not torch.cuda.is_available() or torch.version.cuda is None):
         return "torch finds no NVIDIA GPU"
-    if problem.weight_format != "unquantized":
-        return f"weight format {problem.weight_format!r} is not implemented"
+    if problem.weight_format != UNQUANTIZED:
+        reason = why_no_format(problem.weight_format)
+        return reason or f"weight format {problem.weight_format!r} has no kernels here yet"
     if problem.dtype not in DTYPES:
         return f"weights are {problem.dtype}; implemented: {', '.join(DTYPES)}"
     if problem.top_k > MAX_TOP_K:
