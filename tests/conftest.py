@@ -17,6 +17,7 @@ if shutil.which("nvidia-smi") is None:
 import pytest
 import torch
 
+import compiled
 import interpreter_dot
 import moegraft.backends.cpu as cpu
 from moegraft.backends import Choice
@@ -28,10 +29,16 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 torch.set_num_threads(1)
 
 
-@pytest.fixture(params=get_args(cpu.LoraMethod))
+@pytest.fixture(params=[*get_args(cpu.LoraMethod), "compiled"])
 def lora_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Force one LoRA method of the CPU backend for every batch size."""
+    """Force one way to LoRA on the CPU for every batch size: a method on torch's operators, or the
+    compiled kernels."""
+    if request.param == "compiled":
+        compiled.require()
+        monkeypatch.setenv("MOEGRAFT_BACKEND", "cpp")
+        return "compiled"
     choice = Choice(cpu.CpuStages(request.param), "serial", "forced by the test")
+    monkeypatch.setenv("MOEGRAFT_BACKEND", "cpu")
     monkeypatch.setattr(cpu, "choose", lambda problem, mode: choice)
     return str(request.param)
 

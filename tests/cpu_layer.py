@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import moegraft.backends.cpu as cpu
+from moegraft.backends.cpp.layer import CompiledLayer
 from moegraft.sites import Site
 from moegraft.testing import LayerCase, assert_case, random_factors
 from moegraft.types import SiteFactors
@@ -15,8 +16,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def check(case: LayerCase, lora_method: str) -> None:
     """Check a case, and that the fixture ``lora_method`` really picked the method."""
     layer = case.layer()
-    stages = layer.plan(*case.routing.topk_ids.shape).stages
-    assert isinstance(stages, cpu.CpuStages) and stages.lora_method == lora_method
+    plan = layer.plan(*case.routing.topk_ids.shape)
+    if lora_method == "compiled":
+        assert plan.backend == "cpp" and isinstance(plan.run, CompiledLayer)
+    else:
+        assert isinstance(plan.stages, cpu.CpuStages) and plan.stages.lora_method == lora_method
     assert_case(case, layer)
 
 

@@ -18,7 +18,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["versions"]["torch"] == torch.__version__
     assert document["cpu"]["cores"] >= 1
     plans = {(p["device"], p["dtype"], p["phase"]): p for p in document["plans"]}
-    assert plans["cpu", "float32", "decode"]["backend"] == "cpu"
+    assert plans["cpu", "float32", "decode"]["backend"] in ("cpp", "cpu")
     assert plans["cpu", "bfloat16", "prefill"]["reasons"]
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
@@ -49,12 +49,24 @@ def test_doctor_reports_a_bad_log_level(
 def test_doctor_knows_old_and_missing_packages() -> None:
     document = {
         "versions": {"torch": "2.1.0+cpu", "transformers": None, "peft": None, "triton": None},
-        "cpu": {"fast_bfloat16": False, "cores": 2, "torch_threads": 8},
+        "cpu": {
+            "fast_bfloat16": False,
+            "cores": 2,
+            "torch_threads": 8,
+            "compiled_kernels": {"instructions": None, "why_not": "no C++ compiler"},
+        },
         "cuda": [{"name": "gpu"}],
         "plans": [],
     }
     found = {entry["problem"]: entry["remedy"] for entry in doctor.find_problems(document)}
     text = " ".join(found)
-    for part in ("torch 2.1.0+cpu is older", "transformers is not", "peft is not", "triton", "8"):
+    for part in (
+        "torch 2.1.0+cpu is older",
+        "transformers is not",
+        "peft is not",
+        "triton",
+        "8",
+        "no C++",
+    ):
         assert part in text
     assert all(found.values())

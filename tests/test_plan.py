@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 from dataclasses import replace
 from weakref import ref
 
 import pytest
 import torch
 
+import compiled
+import moegraft.backends.cpp as cpp
 from moegraft.backends import BACKENDS
+from moegraft.backends.cpp.build import BuildError
+from moegraft.backends.cpp.library import best_library
 from moegraft.env import configure_logging, forced_backend, log_level
 from moegraft.errors import MoegraftError, PlanError
 from moegraft.factor_table import site_table
@@ -35,8 +40,10 @@ PROBLEM = Problem(
 
 
 @pytest.fixture(autouse=True)
-def _no_backend_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler: so the reasons are the same everywhere."""
     monkeypatch.delenv("MOEGRAFT_BACKEND", raising=False)
+    monkeypatch.setattr(cpp, "best_library", lambda: BuildError("no C++ compiler"))
 
 
 def test_a_problem_describes_a_layer_call() -> None:
@@ -50,10 +57,32 @@ def test_a_problem_describes_a_layer_call() -> None:
 def test_the_plan_of_a_cpu_problem_says_why() -> None:
     plan = make_plan(PROBLEM)
     assert (plan.backend, plan.problem) == ("cpu", PROBLEM)
-    assert "cpu: first that can run it" in plan.reasons
+    assert plan.reasons[:2] == (
+        "cpp: no compiled kernels: no C++ compiler",
+        "cpu: first that can run it",
+    )
     assert any("LoRA" in reason and "14 rows" in reason for reason in plan.reasons)
     many = make_plan(replace(PROBLEM, num_tokens=1000))
     assert any("segments" in reason and "2000 rows" in reason for reason in many.reasons)
+
+
+def test_the_plan_takes_compiled_kernels_where_they_can_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled.require()
+    monkeypatch.setattr(cpp, "best_library", best_library)
+    plan = make_plan(PROBLEM)
+    assert plan.backend == "cpp" and plan.run is not None
+    assert plan.reasons[0] == "cpp: first that can run it"
+    assert re.match("compiled for .*: bfloat16 (by bfloat16 instructions|widened)", plan.reasons[1])
+    for changes, reason in (
+        ({"activation": "custom"}, "activation 'custom' is a Python function"),
+        ({"post_norm": True}, "the norm behind the experts"),
+    ):
+        other = make_plan(replace(PROBLEM, **changes))  # type: ignore[arg-type]
+        assert other.backend == "cpu" and reason in other.reasons[0]
+        with pytest.raises(PlanError, match=reason):
+            make_plan(replace(PROBLEM, **changes), "cpp")  # type: ignore[arg-type]
 
 
 def test_explain_names_the_problem_the_backend_and_every_reason() -> None:

@@ -106,7 +106,7 @@ def layer_cases(draw: st.DrawFn) -> LayerCase:
 
 
 class _Forced(MoeLoraLayer):
-    """The layer with one CPU LoRA method, whatever the plan would take."""
+    """The layer on torch's operators with one LoRA method, whatever the plan would take."""
 
     method: cpu.LoraMethod = "segments"
 
@@ -119,7 +119,6 @@ class _Forced(MoeLoraLayer):
 def test_any_layer_call_agrees_with_the_reference_and_base_rows_keep_their_bits(
     case: LayerCase,
 ) -> None:
-    base = case.run(base=True)
     no_delta = torch.tensor(
         [
             slot < 0 or (adapter := case.adapters[slot]) is None or _is_idle(adapter)
@@ -133,16 +132,21 @@ def test_any_layer_call_agrees_with_the_reference_and_base_rows_keep_their_bits(
             case.table(),
             expert_offset=case.expert_offset,
             routed_scaling_factor=case.scale,
+            backend="cpu",
         )
         layer.method = method
-        _assert_agrees(case, layer)
-        assert_bit_equal(case.run(layer)[no_delta], base[no_delta], method)
+        _assert_agrees(case, layer, no_delta, method)
+    # The plan's choice: compiled kernels, where there are any.
+    _assert_agrees(case, case.layer(), no_delta, "chosen")
 
 
-def _assert_agrees(case: LayerCase, layer: MoeLoraLayer) -> None:
-    """Check output and delta, each where rounding alone can't make it fail."""
+def _assert_agrees(
+    case: LayerCase, layer: MoeLoraLayer, no_delta: torch.Tensor, method: str
+) -> None:
+    """Check output and delta, each where rounding alone can't make it fail, and base rows' bits."""
     ref_with, ref_base = case.reference(), case.reference(base=True)
     with_lora, base = case.run(layer), case.run(layer, base=True)
+    assert_bit_equal(with_lora[no_delta], base[no_delta], method)
     for found, wanted in ((with_lora, ref_with), (base, ref_base)):
         if float(wanted.norm()) == 0 or float(wanted.square().mean().sqrt()) > 0.05:
             assert_close(found, wanted, case.x.dtype)

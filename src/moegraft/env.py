@@ -4,7 +4,9 @@
 variable                   default      meaning
 =========================  ===========  ==========================================================
 ``MOEGRAFT_BACKEND``       (by plan)    force a backend by name; an impossible choice raises
+``MOEGRAFT_COMPILE``       ``1``        ``0`` = no kernels are compiled for the CPU
 ``MOEGRAFT_LOG``           ``WARNING``  level of the ``moegraft`` logger
+``MOEGRAFT_SGLANG``        (versions)   the SGLang plugin: ``0`` = off, ``1`` = on in any version
 ``MOEGRAFT_VLLM``          (versions)   the vLLM plugin: ``0`` = off, ``1`` = on in any version
 ``MOEGRAFT_VLLM_LINEARS``  ``1``        ``0`` = the vLLM plugin leaves linears to vLLM
 =========================  ===========  ==========================================================
@@ -37,6 +39,24 @@ def log_level() -> str:
         known = ", ".join(logging.getLevelNamesMapping())
         raise MoegraftError(f"MOEGRAFT_LOG={level!r} is not a logging level; use one of {known}.")
     return level
+
+
+def compiled_kernels() -> bool:
+    """Return False when ``MOEGRAFT_COMPILE=0`` leaves the CPU to torch's operators.
+
+    Raises:
+        MoegraftError: the value is neither 0 nor 1.
+    """
+    return _switch("MOEGRAFT_COMPILE") is not False
+
+
+def sglang_setting() -> bool | None:
+    """Return what ``MOEGRAFT_SGLANG`` says: False = off, True = on in any version; None = unset.
+
+    Raises:
+        MoegraftError: the value is neither 0 nor 1.
+    """
+    return _switch("MOEGRAFT_SGLANG")
 
 
 def vllm_setting() -> bool | None:

@@ -47,6 +47,7 @@ class Backend(Protocol):
 
 #: Name -> module, in order of preference.
 BACKENDS = {
+    "cpp": "moegraft.backends.cpp",
     "cpu": "moegraft.backends.cpu",
     "triton": "moegraft.backends.triton",
 }

@@ -41,7 +41,6 @@ def doctor(
 
 def _plans(devices: list[str]) -> list[dict[str, Any]]:
     """Ask the plan for a typical layer on each device, in each dtype and phase."""
-    from moegraft.errors import PlanError
     from moegraft.plan import make_plan
     from moegraft.problem import Problem
 
@@ -62,7 +61,7 @@ def _plans(devices: list[str]) -> list[dict[str, Any]]:
                 try:
                     plan = make_plan(problem)
                     entry |= {"backend": plan.backend, "reasons": list(plan.reasons)}
-                except PlanError as error:
+                except MoegraftError as error:
                     entry |= {"backend": None, "reasons": [str(error)]}
                 found.append({**entry, "tokens": tokens})
     return found
@@ -104,11 +103,19 @@ def find_problems(document: dict[str, Any]) -> list[dict[str, str]]:
         )
     if cuda and versions["triton"] is None:
         add("triton is not installed: no GPU kernels", "pip install triton")
-    if cpu["fast_bfloat16"] is False:
+    kernels = cpu["compiled_kernels"]
+    if kernels["instructions"] is None:
         add(
-            "this CPU has no bfloat16 instructions (avx512_bf16, amx_bf16): bfloat16 is slow on it",
-            "load models in float32 on the CPU where memory allows",
+            f"no compiled CPU kernels ({kernels['why_not']}): layers run on torch's operators, "
+            "which is slower",
+            "install a C++ compiler with OpenMP (such as g++), or ignore this where a GPU serves",
         )
+        if cpu["fast_bfloat16"] is False:
+            add(
+                "this CPU has no bfloat16 instructions (avx512_bf16, amx_bf16): bfloat16 is slow "
+                "in torch",
+                "load models in float32 on the CPU where memory allows",
+            )
     if cpu["cores"] and cpu["torch_threads"] > cpu["cores"]:
         add(
             f"torch uses {cpu['torch_threads']} threads on {cpu['cores']} usable cores",
@@ -137,7 +144,8 @@ def _render(console: Console, document: dict[str, Any]) -> None:
     cpu = document["cpu"]
     features = ", ".join(cpu["features"]) or cpu["torch_capability"]
     devices = [
-        f"cpu: {cpu['name']}; {cpu['cores']} cores, {cpu['torch_threads']} threads; {features}"
+        f"cpu: {cpu['name']}; {cpu['cores']} cores, {cpu['torch_threads']} threads; {features}; "
+        f"compiled kernels: {cpu['compiled_kernels']['instructions'] or 'none'}"
     ]
     devices += [
         f"cuda:{gpu['index']}: {gpu['name']}; {gpu['memory_bytes'] / 2**30:.1f} GiB; capability "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -10,12 +9,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from moegraft import processor
 from moegraft._version import __version__
+from moegraft.errors import MoegraftError
 
 PACKAGES = ("torch", "transformers", "peft", "triton", "safetensors", "numpy")
 #: CPU flags that decide how fast matrix products are, the best last.
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "sve", "bf16")
-_BF16_FLAGS = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def versions() -> dict[str, str | None]:
@@ -52,27 +52,30 @@ def cpu() -> dict[str, Any]:
     """Return the processor: name, cores this process may use, threads, features."""
     import torch
 
-    info = _cpuinfo()
-    flags = set((info.get("flags") or info.get("Features") or "").split())
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    known = processor.flags()
     return {
-        "name": info.get("model name") or platform.processor() or platform.machine(),
-        "cores": usable,
+        "name": processor.name(),
+        "cores": processor.usable_cores(),
         "torch_threads": torch.get_num_threads(),
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
-        "features": [flag for flag in _CPU_FLAGS if flag in flags],
-        "fast_bfloat16": bool(flags & _BF16_FLAGS) if flags else None,
+        "features": [flag for flag in _CPU_FLAGS if flag in known],
+        "fast_bfloat16": processor.multiplies_bf16(),
+        "compiled_kernels": _compiled_kernels(),
     }
 
 
-def _cpuinfo() -> dict[str, str]:
-    """Return the first processor of /proc/cpuinfo; {} where there is none."""
+def _compiled_kernels() -> dict[str, str | None]:
+    """Return the instruction set that the CPU kernels are compiled for, or why there are none."""
+    from moegraft.backends.cpp.build import BuildError
+    from moegraft.backends.cpp.library import best_library
+
     try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0]
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in text.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
+        library = best_library()
+    except MoegraftError as error:  # a setting that means nothing
+        return {"instructions": None, "why_not": str(error)}
+    if isinstance(library, BuildError):
+        return {"instructions": None, "why_not": str(library)}
+    return {"instructions": library.instructions.name, "why_not": None}
 
 
 def cuda_devices() -> list[dict[str, Any]]:

@@ -64,7 +64,7 @@ class CpuStages:
         out: torch.Tensor,
     ) -> None:
         """See :meth:`moegraft.stages.Stages.lora_shrink_expand`."""
-        _check_not_captured(slots)
+        check_not_captured(slots)
         stack = self._stack(table, projections, slots, out.shape[0])
         if stack is not None:
             expand_stacked(rows, stack, perm, slots, out, per_token=projections != ("down",))
@@ -80,7 +80,7 @@ class CpuStages:
         self, x: torch.Tensor, table: SiteTable, slots: TokenSlots, out: torch.Tensor
     ) -> None:
         """See :meth:`moegraft.stages.Stages.linear_lora`."""
-        _check_not_captured(slots)
+        check_not_captured(slots)
         stack = self._stack(table, LINEAR, slots, out.shape[0])
         if stack is not None:
             linear_stacked(x, stack, slots, out, table.arena.version)
@@ -115,7 +115,8 @@ class CpuStages:
         return stack if stack is not None and stack.allows(num_rows) else None
 
 
-def _check_not_captured(slots: TokenSlots) -> None:
+def check_not_captured(slots: TokenSlots) -> None:
+    """Raise :class:`MoegraftError` for slots of a CUDA graph."""
     if slots.in_graph:
         raise MoegraftError(
             "TokenSlots.captured are for CUDA graphs: which slots are live is not known, and the "

@@ -1,0 +1,129 @@
+"""Compile the library once per instruction set, compiler and source, and keep it in a cache.
+
+The library is plain C functions without torch's headers: it needs a C++17 compiler with OpenMP and
+nothing else, compiles in a few seconds and fits every version of torch. It uses the OpenMP of the
+process, which is torch's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+from moegraft.backends.cpp.instructions import InstructionSet
+from moegraft.env import compiled_kernels, logger
+from moegraft.errors import MoegraftError
+
+SOURCE = Path(__file__).parent / "source"
+#: FMA and the order of sums are the source's; nothing here changes a value.
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno",
+         "-fno-trapping-math", "-fvisibility=hidden", "-w")  # fmt: skip
+TIMEOUT_SECONDS = 300
+
+
+class BuildError(MoegraftError):
+    """There is no compiled library here, and why."""
+
+
+def compiler() -> list[str]:
+    """Return the command of the C++ compiler: ``CXX``, else the first of c++, g++, clang++.
+
+    Raises:
+        BuildError: there is none.
+    """
+    asked = os.environ.get("CXX")
+    for command in [asked] if asked else ["c++", "g++", "clang++"]:
+        words = shlex.split(command)
+        if words and shutil.which(words[0]):
+            return words
+    where = f"CXX={asked!r} is not there" if asked else "no C++ compiler (c++, g++, clang++)"
+    raise BuildError(where)
+
+
+def cache_folder() -> Path:
+    """Return the folder of built libraries: ``XDG_CACHE_HOME``, else ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "moegraft" / "cpp"
+
+
+@cache
+def library_path(instructions: InstructionSet) -> Path:
+    """Return the built library, which is compiled now unless the cache has it.
+
+    Raises:
+        BuildError: switched off, an unknown system, no compiler, or it failed.
+    """
+    if not compiled_kernels():
+        raise BuildError("MOEGRAFT_COMPILE=0")
+    if platform.system() not in ("Linux", "Darwin"):
+        raise BuildError(f"not tried on {platform.system()}")
+    command = [*compiler(), *FLAGS, *instructions.flags]
+    folder = _own_folder()
+    target = folder / f"moegraft-{instructions.name}-{_fingerprint(command)}.so"
+    if not target.exists():
+        _compile(command, target)
+    _check_owner(target)
+    return target
+
+
+def _own_folder() -> Path:
+    """Make the cache; BuildError unless it is a folder that only this user writes to."""
+    try:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (OSError, RuntimeError) as error:
+        raise BuildError(f"no cache can be made: {error}") from error
+    _check_owner(folder)
+    return folder
+
+
+def _check_owner(path: Path) -> None:
+    """Code is loaded from here: nobody else may have put it there."""
+    found = path.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BuildError(f"{path} belongs to another user or others may write to it")
+
+
+def _fingerprint(command: list[str]) -> str:
+    """Return what changes with the source, the compiler and its flags."""
+    found = hashlib.sha256("\0".join(command).encode())
+    try:
+        version = subprocess.run(
+            [command[0], "--version"], capture_output=True, timeout=TIMEOUT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} doesn't run: {error}") from error
+    found.update(version.stdout)
+    for path in sorted(SOURCE.iterdir()):
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _compile(command: list[str], target: Path) -> None:
+    """Compile into the cache; processes that do so at once replace each other's equal file."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / target.name
+        try:
+            done = subprocess.run(
+                [*command, str(SOURCE / "library.cpp"), "-o", str(built)],
+                capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"{command[0]} doesn't run: {error}") from error
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line]
+            reason = (lines or done.stderr.splitlines() or ["no message"])[0].strip()
+            raise BuildError(f"{command[0]} failed: {reason}")
+        built.chmod(0o700)
+        built.replace(target)
+    logger.info("Compiled the CPU kernels in %.1f s into %s.", time.perf_counter() - start, target)
