@@ -178,7 +178,10 @@ def rows_equal_merged(rank: int, folder: Path, mode: str) -> dict[str, int]:
         one = {key: value[row : row + 1] for key, value in inputs.items()}
         assert torch.equal(tokens[row : row + 1], models[name].generate(**one, **options)), name
     with torch.no_grad():
-        assert_bit_equal(graft.model(**inputs).logits, before, "the base through the graft")
+        base = graft.model(**inputs).logits
+        # Transformers' own products may sum in another order.
+        assert_close(base, before, torch.float32)
+        assert_bit_equal(graft.model(**inputs).logits, base, "the base through the graft, twice")
     sizes = {info.name: info.num_bytes for info in graft.adapters}
     graft.detach()
     with torch.no_grad():
