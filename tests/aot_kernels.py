@@ -9,7 +9,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moegraft.backends.triton.block_sums import block_sums_kernel
 from moegraft.backends.triton.combine import add_down_delta_kernel, combine_kernel
+from moegraft.backends.triton.copy_factors import copy_factors_kernel
 from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
 from moegraft.backends.triton.grouped_gemm import grouped_gemm_kernel
@@ -104,6 +106,19 @@ def main(capability: int) -> None:
     compile_kernel(grouped_gemm_kernel, capability, HAS_DELTA=False, UNITS=True, SPLITS=4)
     compile_kernel(grouped_gemm_kernel, capability, HAS_DELTA=False, AFTER_H=False)
     print("grouped_gemm")
+    for dtype, exponent in (("*i16", 0x7F80), ("*i32", 0x7F800000), ("*fp32", 0)):
+        target = "*bf16" if exponent == 0 else dtype
+        for unit in (1, 8):
+            compile_kernel(
+                copy_factors_kernel, capability, base_ptr=dtype, target_ptr=target,
+                EXPONENT=exponent, UNIT=unit, TARGET_UNIT=8, WORDS=10, BLOCK_F=16, BLOCK_W=256,
+                places_ptr="*i64", jobs_ptr="*i64",
+            )  # fmt: skip
+    compile_kernel(
+        block_sums_kernel, capability, words_ptr="*i64", weights_ptr="*i64", blocks_ptr="*i64",
+        sums_ptr="*i64", BLOCK=32768, STEP=1024,
+    )  # fmt: skip
+    print("copy_factors, block_sums")
     compile_kernel(gate_up_activation_kernel, capability, DELTA="all", delta_ptr="*bf16")
     for dense in (True, False):
         compile_kernel(route_kernel, capability, DENSE=dense)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moegraft.adapters import bind, check_bound, read_adapter
+from moegraft.adapters import AdapterUpdater, bind, check_bound, read_adapter
 from moegraft.bench import __main__ as main
 from moegraft.bench import records
 from moegraft.bench.load import LoadBench, LoadOptions, load_line, run_load
@@ -40,6 +40,19 @@ def test_the_default_is_36864_tensors_of_1660_megabytes() -> None:
     tensors = case.layers * case.experts * 3 * 2
     values = case.layers * case.experts * 3 * case.rank * (case.hidden + case.intermediate)
     assert tensors == 36864 and 2 * values == 1_660_944_384
+
+
+def test_stacked_and_single_tensors_are_the_adapter_of_the_file(tmp_path: Path) -> None:
+    bench = LoadBench(LoadOptions(CASE), torch.device("cpu"), CASE.write(tmp_path / "adapter"))
+    bench.load()
+    stacked = CASE.stacked_tensors(torch.device("cpu"))
+    single = CASE.single_experts(stacked)
+    assert len(single) == 12 * len(stacked) == 2 * 12 * 3 * 2
+    updater = AdapterUpdater(bench.store, bench.bind)
+    checksum = bench.store.info("large").checksum
+    for tensors in (stacked, single):
+        for _ in range(3):
+            assert updater.update("large", tensors, CASE.config).checksum == checksum
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has more parts")

@@ -11,12 +11,14 @@ from moegraft.adapters.read import AdapterSource, make_source, read_adapter
 from moegraft.adapters.report import BindReport
 from moegraft.adapters.spec import ModelSpec
 from moegraft.adapters.store import AdapterStore
+from moegraft.adapters.updater import AdapterUpdater
 
 __all__ = [
     "AdapterBank",
     "AdapterInfo",
     "AdapterSource",
     "AdapterStore",
+    "AdapterUpdater",
     "BindReport",
     "BoundAdapter",
     "FilePolicy",

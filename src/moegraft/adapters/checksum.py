@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 import torch
@@ -43,7 +43,9 @@ class Digest:
         return hash(self.value)
 
 
-def checksum_of(packed: PackedAdapter, layout: TableLayout) -> str:
+def checksum_of(
+    packed: PackedAdapter, layout: TableLayout, sums: torch.Tensor | None = None
+) -> str:
     """Return 32 hexadecimal digits for the factors and scales as served.
 
     Equal content gives equal digits, whatever layout it came in and wherever its sites lie. Every
@@ -52,20 +54,57 @@ def checksum_of(packed: PackedAdapter, layout: TableLayout) -> str:
 
     BLAKE2b of the table row and of every site: of its bytes, or, where it has 256 KiB or more, of
     one sum per block of 256 KiB, modulo 2^64, of its 64-bit words times fixed odd weights.
+
+    Args:
+        packed: the adapter.
+        layout: the bank's.
+        sums: those sums, site by site, when they are known: :meth:`SiteSums.of`'s. On the host.
     """
     row = packed.row.clone()
     layout.all_records(row)[:, [A_OFFSET, B_OFFSET]] = 0  # where, not what
     digest = hashlib.blake2b(row.numpy().data, digest_size=16)
-    parts = [_digestible(packed.data[begin:end]) for begin, end in packed.spans.values()]
+    parts, used = [], 0
+    for begin, end in packed.spans.values():
+        words = packed.data[begin:end].view(torch.int64)
+        if words.numel() < _BLOCK:
+            parts.append(words)
+        elif sums is None:
+            parts.append(_block_sums(words))
+        else:
+            count = words.numel() // _BLOCK + 1
+            parts.append(sums[used : used + count])
+            used += count
     if parts:
         digest.update(torch.cat(parts).cpu().numpy().data)  # from a GPU in one copy
     return digest.hexdigest()
 
 
-def _digestible(data: torch.Tensor) -> torch.Tensor:
-    """Return what stands for a site's data in the digest, as int64 words."""
-    words = data.view(torch.int64)
-    return words if words.numel() < _BLOCK else _block_sums(words)
+class SiteSums:
+    """The sums of a checksum in one launch, for adapters on a GPU whose sites lie alike.
+
+    Args:
+        spans: site name -> (begin, end) in elements.
+        itemsize: bytes of an element.
+    """
+
+    def __init__(self, spans: Mapping[str, tuple[int, int]], itemsize: int) -> None:
+        blocks: list[tuple[int, int]] = []
+        for begin, end in spans.values():
+            first, last = begin * itemsize // 8, end * itemsize // 8
+            if last - first >= _BLOCK:
+                starts = range(first, last + 1 - (last - first) % _BLOCK, _BLOCK)
+                blocks += ((start, min(_BLOCK, last - start)) for start in starts)
+        self._blocks = torch.tensor(blocks, dtype=torch.int64).view(-1, 2)
+        self._on_device: dict[torch.device, torch.Tensor] = {}
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """Return the sums, int64 on the device of ``data``, by work on the current stream."""
+        from moegraft.backends.triton.block_sums import run_block_sums
+
+        blocks = self._on_device.get(data.device)
+        if blocks is None:
+            blocks = self._on_device[data.device] = self._blocks.to(data.device)
+        return run_block_sums(data.view(torch.int64), _weights(data.device), blocks)
 
 
 def _block_sums(words: torch.Tensor) -> torch.Tensor:

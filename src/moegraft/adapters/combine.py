@@ -80,7 +80,8 @@ def _with_equal_beginning(factors: Mapping[str, SiteFactors]) -> set[int]:
     projections = [f for site in factors.values() for f in site.projections.values()]
     tensors = {id(t): t for f in projections for t in (f.lora_A, f.lora_B) if t.shape[0] > 1}
     pairs = {key: tensor.view(_BITS[tensor.element_size()])[:2] for key, tensor in tensors.items()}
-    on_host = {key for key, (a, b) in pairs.items() if not a.is_cuda and torch.equal(a, b)}
+    # Tensors on meta have no values, so none that are equal.
+    on_host = {key for key, (a, b) in pairs.items() if a.is_cpu and torch.equal(a, b)}
     on_gpu = {key: (a == b).all() for key, (a, b) in pairs.items() if a.is_cuda}
     if not on_gpu:
         return on_host

@@ -9,10 +9,11 @@ import torch
 
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.bind import BoundAdapter
-from moegraft.adapters.checksum import Digest, checksum_of
+from moegraft.adapters.checksum import Digest, SiteSums, checksum_of
 from moegraft.adapters.dora import check_resolved
 from moegraft.adapters.finite import check_packed
 from moegraft.adapters.info import AdapterInfo, ReadAs, check_overflow
+from moegraft.adapters.layer_copies import Downward
 from moegraft.adapters.report import BindReport
 from moegraft.factors import PackedAdapter
 from moegraft.packing import pack_adapter, places_of
@@ -92,9 +93,10 @@ def new_entry(
     return entry
 
 
-def bring_to_host(entry: Entry, bank: AdapterBank) -> None:
-    """Let an entry that is on the GPU be on the host, too."""
+def bring_to_host(entry: Entry, bank: AdapterBank, sums: SiteSums | None = None) -> Downward:
+    """Let an entry that is on the GPU be on the host, too, with ``sums`` for its checksum."""
     entry.on_device = entry.packed
     host = torch.empty_like(entry.packed.data, device="cpu", pin_memory=True)
-    bank.copies.to_host(entry.packed.data, host)
+    copy = bank.copies.to_host(entry.packed.data, host, sums)
     entry.packed = entry.packed.with_data(host)
+    return copy

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
+from moegraft.adapters.checksum import SiteSums
 from moegraft.adapters.streams import StreamOrder
 from moegraft.factors import PackedAdapter
 
@@ -14,6 +16,13 @@ from moegraft.factors import PackedAdapter
 _CHUNK_BYTES = 4 << 20
 #: What slides to a place that overlaps it goes through a buffer of this size.
 _BOUNCE_BYTES = 64 << 20
+
+
+class Downward(NamedTuple):
+    """A copy to the host: its end, and the sums that came with it, to be read after that."""
+
+    done: torch.cuda.Event
+    sums: torch.Tensor | None
 
 
 class LayerCopies:
@@ -45,13 +54,10 @@ class LayerCopies:
             region.copy_(packed.data)
             return
         with self._lock, torch.cuda.device(self._device):
-            stream = self._own_stream()
+            stream = self._before_copy()
             if packed.data.is_cuda:
                 stream.wait_stream(torch.cuda.current_stream())  # which fills the data
                 packed.data.record_stream(stream)
-            elif self._downward is not None:
-                stream.wait_stream(self._downward)
-            self._order.before_write(stream)
             with torch.cuda.stream(stream):
                 for begin, end, sites in _chunks(packed):
                     region[begin:end].copy_(packed.data[begin:end], non_blocking=True)
@@ -70,9 +76,8 @@ class LayerCopies:
             write(region)
             return
         with self._lock, torch.cuda.device(self._device):
-            stream = self._own_stream()
+            stream = self._before_copy()
             stream.wait_stream(torch.cuda.current_stream())
-            self._order.before_write(stream)
             with torch.cuda.stream(stream):
                 write(region)
 
@@ -87,32 +92,49 @@ class LayerCopies:
             _slide(arena, begin, end, target)
             return
         with self._lock, torch.cuda.device(self._device):
-            stream = self._own_stream()
+            stream = self._before_copy()
             stream.wait_stream(torch.cuda.current_stream())
-            self._order.before_write(stream)
             with torch.cuda.stream(stream):
                 _slide(arena, begin, end, target)
                 arrived = self._started(stream)
             self._arrived.update(dict.fromkeys(sites, arrived))
 
-    def to_host(self, data: torch.Tensor, host: torch.Tensor) -> torch.cuda.Event:
-        """Copy ``data``, which is on the GPU, to page-locked memory; return the copy's end.
+    def to_host(
+        self, data: torch.Tensor, host: torch.Tensor, sums: SiteSums | None = None
+    ) -> Downward:
+        """Copy ``data``, which is on the GPU, to page-locked memory.
 
         It is on its way when this returns, on a stream of its own, behind the current one:
-        :meth:`start` may be given ``host`` at once, whoever reads it on the host must wait for the
-        event. What is written to the arena later waits until it was read.
+        :meth:`start` may be given ``host`` at once, whoever reads it on the host must wait. What is
+        written to the arena later waits until it was read.
+
+        Args:
+            data, host: from where, to where.
+            sums: those of ``data`` to bring, too.
         """
         with self._lock, torch.cuda.device(self._device):
             if self._downward is None:
                 self._downward = torch.cuda.Stream(self._device)
             self._downward.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._downward):
+                found = None
+                if sums is not None:
+                    on_device = sums.of(data)
+                    found = torch.empty_like(on_device, device="cpu", pin_memory=True)
+                    found.copy_(on_device, non_blocking=True)
                 host.copy_(data, non_blocking=True)
                 done = torch.cuda.Event()
                 done.record()
-                self._order.after_read()
             data.record_stream(self._downward)
-        return done
+        return Downward(done, found)
+
+    def _before_copy(self) -> torch.cuda.Stream:
+        """Return the stream of the copies, behind all that may still read or write the arena."""
+        stream = self._own_stream()
+        if self._downward is not None:
+            stream.wait_stream(self._downward)
+        self._order.before_write(stream)
+        return stream
 
     def _started(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Note that what the stream has been given by now are the newest copies."""

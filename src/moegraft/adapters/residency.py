@@ -7,16 +7,25 @@ from collections.abc import Iterable
 
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.entry import Entry
-from moegraft.errors import AdapterError
+from moegraft.errors import AdapterError, shown
 
 
-def check_count(names: list[str], num_slots: int) -> None:
-    """Raise :class:`AdapterError` when a batch has more adapters than there are slots."""
-    if len(names) > num_slots:
+def distinct_names(names: Iterable[str | None], num_slots: int) -> list[str]:
+    """Return a batch's adapters, sorted, None left out.
+
+    Raises:
+        AdapterError: something else than names, or more adapters than there are slots.
+    """
+    wanted = [name for name in names if name is not None]
+    if not all(isinstance(name, str) for name in wanted):
+        raise AdapterError(f"{shown(wanted)} is no list of adapter names and None.")
+    distinct = sorted(set(wanted))
+    if len(distinct) > num_slots:
         raise AdapterError(
-            f"The batch uses {len(names)} different adapters ({', '.join(names)}), the bank has "
-            f"{num_slots} slots: attach with max_adapters={len(names)} or split the batch."
+            f"The batch uses {len(distinct)} different adapters ({', '.join(distinct)}), the bank "
+            f"has {num_slots} slots: attach with max_adapters={len(distinct)} or split the batch."
         )
+    return distinct
 
 
 class Residency:

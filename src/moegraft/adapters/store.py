@@ -20,7 +20,8 @@ from moegraft.adapters.info import (
     name_is_taken,
 )
 from moegraft.adapters.name_locks import NameLocks
-from moegraft.adapters.residency import Residency, check_count
+from moegraft.adapters.planned import PlannedUpdate
+from moegraft.adapters.residency import Residency, distinct_names
 from moegraft.errors import AdapterError, MoegraftError, shorten, shown
 
 
@@ -33,9 +34,6 @@ class AdapterStore:
     Adapters stay on the host until removed; the bank holds the most recently used ones. A slot
     that a running batch uses is never reassigned: removing or replacing such an adapter takes its
     name away at once and frees the slot when the last user is done.
-
-    Args:
-        bank: the device bank.
     """
 
     def __init__(self, bank: AdapterBank) -> None:
@@ -88,12 +86,10 @@ class AdapterStore:
 
         - In a slot that no running batch uses, the new version takes that slot before this
           returns: its factors are copied to a free region, then one copy replaces the slot's table
-          row. A fixed arena without room for both gives up the old region first, then idle
-          adapters.
+          row. A fixed arena without room for both gives up the old region, then idle adapters.
         - In a slot that running batches use, these keep the old version to their end. The next
           :meth:`use` brings the new one into another slot, free or evicted; while there is none,
-          or no room in a fixed arena, :meth:`use` raises. The old slot is free when its last user
-          is done.
+          or no room in a fixed arena, :meth:`use` raises. The old slot goes with its last user.
         - In no slot, the next :meth:`use` brings the new one into one.
 
         The pin stays. Each use begins with the newest version, none changes it on the way.
@@ -115,12 +111,43 @@ class AdapterStore:
             with self._lock:
                 old = self._entry(name)
                 check_covers(name, old.report, entry.report)
-                entry.read_as = read_as or old.read_as
-                entry.pinned, entry.last_use = old.pinned, old.last_use
-                if old.slot is not None and not old.users:
-                    self._residency.replace(old, entry)
-                self._residency.retire(old)
-                return self._put(entry)
+                return self._succeed(old, entry)
+
+    def update_planned(
+        self, name: str, update: PlannedUpdate, read_as: ReadAs | None = None
+    ) -> AdapterInfo | None:
+        """Like :meth:`update`, by a plan; None when it does not fit the stored version.
+
+        From a GPU, and into a slot that no running batch uses, tensors go straight into the arena:
+        the lock is held until the copy is done, since it may be refused for its values.
+
+        Raises:
+            UnusualValuesError: values that are not finite there; nothing has changed.
+            AdapterError: as :meth:`update`.
+        """
+        check_name(name)
+        with self._names.hold(name):
+            if not update.plan.is_like(self.info(name).report):
+                return None
+            entry = update.entry(self._bank, name, read_as)
+            self._bank.check_fits(name, entry.packed)
+            with self._lock:
+                old = self._entry(name)
+                idle = old.slot is not None and not old.users
+                if entry.fill is None or (idle and self._residency.fits(entry)):
+                    return self._succeed(old, entry)
+            update.stage(entry, self._bank)
+            with self._lock:
+                return self._succeed(self._entry(name), entry)
+
+    def _succeed(self, old: Entry, entry: Entry) -> AdapterInfo:
+        """Let an entry take the name of an older version, and its slot when nobody uses that."""
+        entry.read_as = entry.read_as or old.read_as
+        entry.pinned, entry.last_use = old.pinned, old.last_use
+        if old.slot is not None and not old.users:
+            self._residency.replace(old, entry)
+        self._residency.retire(old)
+        return self._put(entry)
 
     def remove(self, name: str) -> None:
         """Forget an adapter: its name at once, its memory when no running batch uses it."""
@@ -139,9 +166,9 @@ class AdapterStore:
             entry = self._entry(name)
             others = sum(e.pinned for e in self._entries.values() if e is not entry)
             if pinned and others >= self._bank.num_slots:
+                slots = self._bank.num_slots
                 raise AdapterError(
-                    f"Can't pin {name!r}: {others} adapters are pinned already, the bank has "
-                    f"{self._bank.num_slots} slots."
+                    f"Can't pin {name!r}: {others} adapters are pinned, the bank has {slots} slots."
                 )
             entry.pinned = pinned
 
@@ -165,8 +192,8 @@ class AdapterStore:
             AdapterError: an unknown name, more distinct adapters than slots, or too few slots that
                 are neither in use nor pinned; nothing has changed then. Or an arena of fixed size
                 without room for all of them: idle adapters may have lost their slots by then, and
-                some of these got theirs. All stay on the host, running batches are untouched, and
-                none of these is held. The same, as MoegraftError, if a growing one finds no memory.
+                some of these got theirs; all stay on the host, and none of these is held. The
+                same, as MoegraftError, if a growing one finds no memory.
         """
         with self._lock:
             entries = self._wanted(names)
@@ -196,8 +223,8 @@ class AdapterStore:
     def freeze(self) -> None:
         """Let the bank's arena never move again, as graphs that hold its address need; once.
 
-        An arena that may still grow first gets room for as many adapters as there are slots, each
-        as large as the largest that was loaded so far. A larger one may then be refused.
+        One that may still grow first gets room for as many adapters as there are slots, each as
+        large as the largest that was loaded so far. A larger one may then be refused.
 
         Raises:
             AdapterError: the device has no room for that; nothing has changed then.
@@ -215,6 +242,11 @@ class AdapterStore:
                     "smaller max_adapters, or with arena_bytes."
                 ) from error
             self._bank.freeze()
+
+    @property
+    def bank(self) -> AdapterBank:
+        """The device bank."""
+        return self._bank
 
     @property
     def device(self) -> torch.device:
@@ -250,12 +282,7 @@ class AdapterStore:
             return len(self._entries)
 
     def _wanted(self, names: Iterable[str | None]) -> list[Entry]:
-        wanted = [name for name in names if name is not None]
-        if not all(isinstance(name, str) for name in wanted):
-            raise AdapterError(f"{shown(wanted)} is no list of adapter names and None.")
-        distinct = sorted(set(wanted))
-        check_count(distinct, self._bank.num_slots)
-        return [self._entry(name) for name in distinct]
+        return [self._entry(name) for name in distinct_names(names, self._bank.num_slots)]
 
     def _put(self, entry: Entry) -> AdapterInfo:
         """Let an entry be the one of its name, under a new version."""

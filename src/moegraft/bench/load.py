@@ -20,6 +20,8 @@ from moegraft.adapters import (
     AdapterBank,
     AdapterSource,
     AdapterStore,
+    BoundAdapter,
+    ReadOptions,
     bind,
     check_bound,
     make_source,
@@ -159,11 +161,16 @@ class LoadBench:
     def load(self) -> None:
         """Load the large adapter as a graft does: bound in full, checked, with a checksum."""
         source = read_adapter(self.folder, pin_memory=self.bank.pins)
-        bound = bind(source, self.spec)
-        check_bound(bound.report, self.spec)
+        bound = self.bind(source)
         if "large" in self.store:
             self.store.remove("large")
         self.store.add("large", bound, memory=source.memory)
+
+    def bind(self, source: AdapterSource, options: ReadOptions | None = None) -> BoundAdapter:
+        """Bind an adapter in full."""
+        bound = bind(source, self.spec, options)
+        check_bound(bound.report, self.spec)
+        return bound
 
     def small(self) -> Iterator[records.Record]:
         """Add small adapters from memory; the time of each must not grow with their number."""
@@ -213,8 +220,7 @@ class LoadBench:
             keys = {key: parse_key(key) for key in file.tensors}
         config = AdapterConfig.parse(self.options.case.config)
         source = AdapterSource(file.tensors, keys, config, "bench", file.memory)
-        bound = bind(source, self.spec)
-        check_bound(bound.report, self.spec)
+        bound = self.bind(source)
         bank = self.bank
         return pack_adapter(bound.factors, bank.layout, bank.dtype, bank.pins, source.memory)
 

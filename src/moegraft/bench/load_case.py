@@ -99,6 +99,14 @@ class LoadCase:
             for leaf, tensor in zip(("lora_A", "lora_B"), pair, strict=True)
         }
 
+    def single_experts(self, stacked: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return :meth:`stacked_tensors` as tensors of single experts, each in its own memory."""
+        return {
+            name.replace(".experts.", f".experts.{expert}."): tensor[expert].clone()
+            for name, tensor in stacked.items()
+            for expert in range(self.experts)
+        }
+
     def small(self, seed: int) -> dict[str, torch.Tensor]:
         """Return a small adapter: rank 4 on every second attention projection."""
         generator = torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from moegraft.adapters import bind, check_bound, make_source
+from moegraft.adapters import AdapterUpdater
 from moegraft.bench import records
 from moegraft.bench.load import LoadBench, compared
 
@@ -47,34 +47,55 @@ def to_slots(bench: LoadBench) -> Iterator[records.Record]:
 
 
 def updates(bench: LoadBench) -> Iterator[records.Record]:
-    """Update a resident adapter from 3-D tensors on the GPU, beside bare copies of them."""
+    """Update a resident adapter from tensors on the GPU, beside bare copies of the same tensors."""
+    stacked = bench.options.case.stacked_tensors(bench.bank.device)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in stacked.values())
     repeats = bench.options.repeats
-    config = bench.options.case.config
-    tensors = bench.options.case.stacked_tensors(bench.bank.device)
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    device = bench.bank.device
-    flat = torch.cat([tensor.flatten() for tensor in tensors.values()])
-    one = _seconds_of_copies([flat], device, repeats)
+    flat = torch.cat([tensor.flatten() for tensor in stacked.values()])
+    one = _seconds_of_copies([flat], bench.bank.device, repeats)
     del flat
-    each = _seconds_of_copies(list(tensors.values()), device, repeats)
-    with bench.store.use(["large"]):
+    yield {"part": "one copy on the device", "seconds": one, "gb_s": num_bytes / one / 1e9}
+    single = bench.options.case.single_experts(stacked)
+    for part, tensors in (
+        ("update from the device", stacked),
+        ("update of single experts from the device", single),
+    ):
+        yield from _update(bench, part, tensors, one)
+
+
+def _update(
+    bench: LoadBench, part: str, tensors: dict[str, torch.Tensor], one: float
+) -> Iterator[records.Record]:
+    """Measure updates by a plan, until they are served; and until the host has them, too."""
+    repeats, config, store = bench.options.repeats, bench.options.case.config, bench.store
+    each = _seconds_of_copies(list(tensors.values()), bench.bank.device, repeats)
+    updater = AdapterUpdater(store, bench.bind)
+    with store.use(["large"]):
         pass
+    start = time.perf_counter()
+    updater.update("large", tensors, config)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
 
     def update() -> None:
-        bound = bind(make_source(tensors, config), bench.spec)
-        check_bound(bound.report, bench.spec)
-        bench.store.update("large", bound)
-        bench.store.wait_for_copies()
+        updater.update("large", tensors, config)
+        store.wait_for_copies()
+
+    def update_and_read_back() -> None:
+        _ = updater.update("large", tensors, config).checksum
 
     seconds = _fastest(update, repeats)
-    yield {"part": "one copy on the device", "seconds": one, "gb_s": num_bytes / one / 1e9}
+    with_checksum = _fastest(update_and_read_back, repeats)
+    num_bytes = store.info("large").num_bytes
     yield {
-        "part": "update from the device",
+        "part": part,
         "seconds": seconds,
         "gb_s": num_bytes / seconds / 1e9,
         "tensors": len(tensors),
         "times_one_copy": seconds / one,
         "seconds_of_copies": each,
+        "seconds_of_the_first": first,
+        "seconds_with_checksum_and_host_copy": with_checksum,
         **compared(seconds, each, "copies of the same tensors", 1.5),
     }
 

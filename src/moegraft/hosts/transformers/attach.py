@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moegraft.adapters import AdapterBank, AdapterStore
+from moegraft.adapters import AdapterBank, AdapterStore, AdapterUpdater
 from moegraft.adapters.file_policy import DEFAULT_POLICY, FilePolicy
 from moegraft.errors import MoegraftError, UnsupportedError, shown
 from moegraft.graphs import GraphRunner
@@ -74,6 +74,7 @@ class Graft(Loading, Generation):
             arena_bytes=arena_bytes,
         )
         self.store = AdapterStore(self.bank)
+        self._updater = AdapterUpdater(self.store, self._bound)
         self._state = StepState()
         self._handles: list[Any] = []
         self._experts: list[nn.Module] = []
@@ -100,6 +101,7 @@ class Graft(Loading, Generation):
         self._hooked.clear()
         self.layers.clear()
         self.model.__dict__.pop(_ATTACHED, None)
+        self.__dict__.pop("_updater", None)  # which holds this, so that memory would go late
         for info in self.store.infos():
             self.store.remove(info.name)
 
@@ -191,8 +193,9 @@ def _check_free(path: str, module: nn.Module, device: torch.device) -> None:
             f"{path} has parametrised weights ({type(module).__name__}), which can't be served in "
             "place: torch.nn.utils.parametrize.remove_parametrizations() first."
         )
+    elsewhere = experts_host.holds_weights(module)
     for parameter in module.parameters():
-        if parameter.device != device:
+        if parameter.device != device and not (elsewhere and parameter.is_meta):
             raise UnsupportedError(
                 f"{path} is on {parameter.device}, the model's first parameter on {device}: a "
                 "model that is spread over devices is not served. Load it on one, such as with "

@@ -14,6 +14,7 @@ from moegraft.adapters import (
     AdapterInfo,
     AdapterSource,
     AdapterStore,
+    AdapterUpdater,
     BindReport,
     BoundAdapter,
     FlatIndex,
@@ -31,7 +32,7 @@ from moegraft.adapters.bank import BankMemory
 from moegraft.adapters.dora import with_weights
 from moegraft.adapters.file_policy import FilePolicy
 from moegraft.adapters.info import ReadAs
-from moegraft.errors import AdapterError, shown
+from moegraft.errors import shown
 from moegraft.parallel import RankShards
 
 
@@ -45,6 +46,7 @@ class Loading:
     _shards: RankShards | None
     store: AdapterStore
     bank: AdapterBank
+    _updater: AdapterUpdater
     #: Where adapter files may lie, and limits for what they claim.
     _file_policy: FilePolicy
 
@@ -140,17 +142,7 @@ class Loading:
                 version is served then as before.
         """
         self._check_attached()
-        before = self.store.read_as(name)
-        if config is None:
-            if before is None:
-                raise AdapterError(
-                    f"{name!r} was added to the store without its config: pass config= to update()."
-                )
-            config = before.config
-        if options is None and before is not None:
-            options = before.options
-        source = make_source(tensors, config, f"update of {shown(name)}")
-        return self.store.update(name, self._bound(source, options), ReadAs.of(config, options))
+        return self._updater.update(name, tensors, config, options)
 
     def update_flat(
         self,
