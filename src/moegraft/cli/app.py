@@ -9,7 +9,17 @@ from typing import Annotated, Any
 import typer
 
 from moegraft._version import __version__
-from moegraft.cli import bench, convert, demo, doctor, generate, inspect_adapter, merge, tune
+from moegraft.cli import (
+    bench,
+    convert,
+    demo,
+    doctor,
+    generate,
+    inspect_adapter,
+    merge,
+    quantize,
+    tune,
+)
 from moegraft.cli.output import Outcome, fail, print_json
 from moegraft.errors import MoegraftError
 
@@ -25,6 +35,7 @@ app.command("generate")(generate.generate)
 app.command("inspect")(inspect_adapter.inspect)
 app.command("convert")(convert.convert)
 app.command("merge")(merge.merge)
+app.command("quantize")(quantize.quantize)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app)
 app.command("tune")(tune.tune)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ def check_device(device: str, dtype: str) -> None:
 
 
 def load_model(path: Path, dtype: str, device: str = "cpu") -> Any:
-    """Load a causal language model in eval mode.
+    """Load a causal language model in eval mode; quantised experts stay as they are stored.
 
     Args:
         path: folder as ``save_pretrained`` wrote it.
@@ -105,11 +106,17 @@ def load_model(path: Path, dtype: str, device: str = "cpu") -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from moegraft.hosts.transformers import load_quantised
+
     try:
+        if "quantization_config" in json.loads((path / "config.json").read_text("utf-8")):
+            return load_quantised(path, dtype=getattr(torch, dtype), device=device)
         model = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=getattr(torch, dtype), local_files_only=True
         )
         return model.eval().to(device)
+    except MoegraftError:
+        raise
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         raise MoegraftError(f"{str(path)!r} can't be loaded: {_one_line(error)}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,9 @@ IMPLEMENTATION = "moegraft"
 #: Attribute of an experts module that holds its :class:`ExpertsGraft` while attached.
 _GRAFT = "_moegraft_experts"
 
+#: Attribute of an experts module whose weights lie outside of it, see :func:`hold_weights`.
+_WEIGHTS = "_moegraft_weights"
+
 _SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
@@ -41,6 +45,8 @@ class ExpertsGraft:
 
     def check_weights(self, module: Any) -> None:
         """Raise :class:`MoegraftError` when the module holds other weights than were wrapped."""
+        if _WEIGHTS in module.__dict__:
+            return  # its own parameters are empty
         gate_up = module.gate_up_proj if module.has_gate else module.up_proj
         for now, wrapped in zip((gate_up, module.down_proj), self._wrapped, strict=True):
             if now.data_ptr() != wrapped.data_ptr() or now.dtype != wrapped.dtype:
@@ -114,18 +120,32 @@ def set_graft(module: nn.Module, graft: ExpertsGraft | None) -> None:
         module.__dict__[_GRAFT] = graft
 
 
+def hold_weights(module: nn.Module, weights: ExpertWeights) -> None:
+    """Give an experts module weights in place of its own, which may be on the meta device."""
+    module.__dict__[_WEIGHTS] = weights
+
+
+def holds_weights(module: nn.Module) -> bool:
+    """True for an experts module whose own parameters stand for weights outside of it."""
+    return _WEIGHTS in module.__dict__
+
+
 def expert_weights(path: str, module: Any) -> ExpertWeights:
-    """Wrap an experts module's parameters, of this rank, in place, without copies.
+    """Wrap an experts module's parameters, of this rank, in place; or what it holds instead.
 
     Raises:
         UnsupportedError: a dtype that has no implementation, or a norm behind sliced experts.
     """
+    held: ExpertWeights | None = module.__dict__.get(_WEIGHTS)
+    if held is not None:
+        return replace(held, post_norm=_post_norm(path, module))
     layout = weight_layout(module)
     gate_up = module.gate_up_proj if layout.gated else module.up_proj
     if gate_up.dtype not in _SERVED_DTYPES:
         raise UnsupportedError(
-            f"{path} holds {gate_up.dtype} weights; this version serves float32, bfloat16 and "
-            "float16. Load the model dequantised, with dtype=torch.bfloat16."
+            f"{path} holds {gate_up.dtype} weights; served in place are float32, bfloat16 and "
+            "float16. Load the model with moegraft.hosts.transformers.load_quantised, or with "
+            "dtype=torch.bfloat16 and dequantised."
         )
     bias_name = "gate_up_proj_bias" if layout.gated else "up_proj_bias"
     return ExpertWeights(
@@ -168,7 +188,7 @@ def find_activation(module: Any, layout: WeightLayout) -> Activation:
     columns = width * (2 if layout.gated else 1)
     probe = torch.randn(64, columns, generator=generator, dtype=torch.float32) * 8
     function = module._apply_gate if layout.gated else module.act_fn
-    device = module.down_proj.device
+    device = module.down_proj.device if module.down_proj.device.type != "meta" else "cpu"
     with torch.no_grad():
         expected = function(probe.to(device)).float().cpu()
         for candidate in _candidates(module):
