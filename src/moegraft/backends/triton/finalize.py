@@ -24,6 +24,7 @@ def finalize_kernel(
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
+    BY_ROW: tl.constexpr = False,  # y has the rows of blocks, not of pairs
 ):
     """``out[t] = scale * sum_k (y + w * delta)[t*K + k]`` over the local pairs that have one, fp32.
 
@@ -52,6 +53,9 @@ def finalize_kernel(
     out = tl.zeros([BLOCK_H], tl.float32)
     for k in tl.static_range(TOP_K):
         at = (first + k) * hidden + columns
+        if BY_ROW:
+            row = tl.load(pair_row_ptr + first + k, cache_modifier=".cg").to(tl.int64)
+            at = row * hidden + columns
         is_local = (local >> k) % 2 != 0
         y = tl.load(y_ptr + at, mask=mask & is_local, other=0.0).to(tl.float32)
         if DELTA:

@@ -29,6 +29,10 @@ class PrefillConfig:
         tail_m: blocks with no more rows than this run with tiles of that height.
         gate_up, down: tiles of the GEMMs; gate and up have ``block_n`` columns each.
         shrink: ``block_n`` rows of one program, and its K step.
+        shrink_groups: groups of rank rows that the shrink multiplies at a time.
+        stages: K steps in flight of the Hopper GEMMs.
+        registers: of a multiplying thread of these.
+        hopper: the Hopper GEMMs run, not the portable ones.
     """
 
     block_m: int = 128
@@ -36,6 +40,10 @@ class PrefillConfig:
     gate_up: GemmConfig = field(default_factory=lambda: GemmConfig(128, 64, 8, 3))
     down: GemmConfig = field(default_factory=lambda: GemmConfig(256, 64, 8, 3))
     shrink: GemmConfig = field(default_factory=lambda: GemmConfig(64, 64, 4, 4))
+    shrink_groups: int = 4
+    stages: int = 4
+    registers: int = 192
+    hopper: bool = False
 
 
 def prefill_config(problem: Problem, device: DeviceFacts) -> PrefillConfig | None:
@@ -44,7 +52,8 @@ def prefill_config(problem: Problem, device: DeviceFacts) -> PrefillConfig | Non
         return None
     if device.capability < 90 or device.shared_memory < SHARED_MEMORY:
         return None
-    return PrefillConfig()
+    hopper = device.capability == 90 and problem.dtype == "bfloat16" and not device.interpreted
+    return PrefillConfig(hopper=hopper)
 
 
 def max_pairs(weights: ExpertWeights) -> int:

@@ -67,6 +67,10 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
     out = torch.empty_like(x) if call.out is None else call.out
     if not x.shape[0]:
         return out
+    if config.hopper and (table is None or table.arena.data.dtype == weights.dtype):
+        from moegraft.backends.triton.prefill.hopper import run_hopper
+
+        return run_hopper(call, out, config)
     top_k, hidden = call.topk_ids.shape[1], weights.hidden
     slots = call.slots if call.lora else None
     order = None if slots is None else token_order(slots)

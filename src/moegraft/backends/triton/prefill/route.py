@@ -100,7 +100,7 @@ def route_place_kernel(
     totals_ptr,
     row_pair_ptr,  # [rows] int32 out
     pair_row_ptr,  # [P] int32 out, -1 = not local
-    block_info_ptr,  # [blocks] int32 out: expert * 256 + rows
+    block_info_ptr,  # [blocks + 1] int32 out: expert * 256 + rows, and how many have rows
     num_pairs,
     expert_offset,
     num_chunks,
@@ -116,13 +116,14 @@ def route_place_kernel(
     chunk = tl.program_id(0)
     e = tl.arange(0, BINS)
     totals = tl.where(e < NUM_EXPERTS, tl.load(totals_ptr + e), 0)
-    earlier = tl.cumsum(totals, 0) - totals
+    blocks = (totals + BLOCK_M - 1) // BLOCK_M
+    first = tl.cumsum(blocks, 0) - blocks
     if chunk >= num_chunks:
-        # Block numbers are those of route with many pairs; unused ones have 0 rows.
-        first = earlier // BLOCK_M + e
-        last = (earlier + totals) // BLOCK_M + e + 1
-        last = tl.where(e < NUM_EXPERTS, last, num_blocks)
-        last = tl.where(e <= NUM_EXPERTS, tl.minimum(last, num_blocks), first)
+        # Blocks with rows come first; the others have 0.
+        if chunk == num_chunks:
+            tl.store(block_info_ptr + num_blocks, tl.sum(blocks, 0))
+        last = tl.where(e < NUM_EXPERTS, first + blocks, num_blocks)
+        last = tl.where(e <= NUM_EXPERTS, last, first)
         most = tl.max(last - first, 0)
         for c in range(chunk - num_chunks, most, tl.num_programs(0) - num_chunks):
             rows = tl.minimum(tl.maximum(totals - c * BLOCK_M, 0), BLOCK_M)
@@ -143,7 +144,7 @@ def route_place_kernel(
     pair = token * TOP_K + i % TOP_K
     at = chunk * BINS + expert
     index = place - tl.load(starts_ptr + at) + tl.load(counts_ptr + at)
-    block = tl.gather(earlier // BLOCK_M + e, expert, 0) + index // BLOCK_M
+    block = tl.gather(first, expert, 0) + index // BLOCK_M
     row = block * BLOCK_M + index % BLOCK_M
     local = in_range & (expert < NUM_EXPERTS)
     tl.store(row_pair_ptr + row, pair, mask=local)
@@ -186,7 +187,7 @@ def run_route(
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    rows = Rows(pairs, blocks, ints(blocks * block_m), ints(pairs), ints(blocks))
+    rows = Rows(pairs, blocks, ints(blocks * block_m), ints(pairs), ints(blocks + 1))
     counts, starts, totals = ints(chunks, bins), ints(chunks, bins), ints(bins)
     constants = {
         "TOP_K": topk_ids.shape[1], "NUM_EXPERTS": num_experts, "BINS": bins, "CHUNK": CHUNK,
