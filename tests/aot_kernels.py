@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moegraft.backends.triton.block_sums import block_sums_kernel
+from moegraft.backends.triton.choose import choose_kernel
 from moegraft.backends.triton.combine import add_down_delta_kernel, combine_kernel
 from moegraft.backends.triton.copy_factors import copy_factors_kernel
 from moegraft.backends.triton.finalize import finalize_kernel
@@ -143,6 +144,12 @@ def main(capability: int) -> None:
         compile_kernel(pair_activation_kernel, capability, DELTA="all", **types)
     compile_kernel(number_rows_kernel, capability)
     compile_kernel(unpack_kernel, capability, weights_ptr="*fp32")
+    choose = {"logits_ptr": "*bf16", "bias_ptr": "*fp32", "weights_ptr": "*fp32", "BLOCK_K": 8}
+    choose |= {"RENORMALISE": True, "TOP2": True, "HAS_BIAS": True, "num_warps": 1}
+    for groups, packed in ((8, True), (1, False)):
+        choose |= {"NUM_GROUPS": groups, "TOP_GROUPS": (groups + 1) // 2, "PACKED": packed}
+        choose |= {"BLOCK_G": groups, "BLOCK_M": 256 // groups, "SIGMOID": packed}
+        compile_kernel(choose_kernel, capability, **choose)
     print("combine, add_down_delta, pair_activation, number_rows, unpack")
     compile_kernel(token_segments_kernel, capability, BLOCK_I=16, BLOCK_J=64)
     compile_kernel(linear_lora_kernel, capability)

@@ -21,7 +21,7 @@ def combine(
     num_tokens, top_k = topk_weights.shape
     if not out.numel():
         return
-    if _uses_triton(out, backend):
+    if uses_triton(out, backend):
         from moegraft.backends.triton.combine import run_combine
 
         run_combine(rows, topk_weights, pair_to_row, down_delta, out, scale)
@@ -48,7 +48,7 @@ def add_down_delta(
     """``out[t] += scale * sum_k down_delta[t, k]`` over the pairs of experts [first, end)."""
     if not out.numel() or not down_delta.numel():
         return
-    if _uses_triton(out, backend):
+    if uses_triton(out, backend):
         from moegraft.backends.triton.combine import run_add_down_delta
 
         run_add_down_delta(out, down_delta, topk_ids, first_expert, end_expert, scale)
@@ -60,7 +60,7 @@ def add_down_delta(
     out.copy_(out.float() + delta.sum(1) * scale)
 
 
-def _uses_triton(out: torch.Tensor, backend: str) -> bool:
+def uses_triton(out: torch.Tensor, backend: str) -> bool:
     """True for the GPU's launches; PlanError for a backend that does not exist or can't run."""
     if backend and backend not in BACKENDS:
         raise PlanError(f"There is no backend {backend!r}; choose one of {', '.join(BACKENDS)}.")
