@@ -9,16 +9,22 @@ import pytest
 import torch
 
 from moegraft.adapters import AdapterUpdater, bind, check_bound, read_adapter
+from moegraft.adapters.checksum import checksum_of
 from moegraft.bench import __main__ as main
 from moegraft.bench import records
 from moegraft.bench.load import LoadBench, LoadOptions, load_line, run_load
 from moegraft.bench.load_case import LoadCase
+from moegraft.bench.load_phases import _Load, phases
 from moegraft.bench.report import load_table
 from moegraft.errors import MoegraftError
 from moegraft.packing import pack_adapter
 
 CASE = LoadCase(layers=2, experts=12, hidden=32, intermediate=16, rank=4)
-PARTS = ["read", "read again", "unchecked", "load", "small adapters"]
+PHASES = [
+    "header", "memory", "read and name", "finite", "keys", "bind", "places", "order", "checksum",
+]  # fmt: skip
+PARTS = ["read", "read again", "unchecked", "load"]
+PARTS += [*(f"phase: {name}" for name in PHASES), "small adapters"]
 
 
 def test_the_file_is_what_the_case_says_and_binds_in_full(tmp_path: Path) -> None:
@@ -114,3 +120,14 @@ def test_a_folder_without_room_is_named(tmp_path: Path) -> None:
     options = LoadOptions(CASE, folder=tmp_path / "missing")
     with pytest.raises(MoegraftError, match=r"There is no room for the adapter: .*missing"):
         list(run_load(options))
+
+
+def test_the_phases_of_a_load_are_a_load_and_their_shares_are_all_of_it(tmp_path: Path) -> None:
+    options = LoadOptions(CASE, repeats=1, folder=tmp_path)
+    bench = LoadBench(options, torch.device("cpu"), CASE.write(tmp_path / "adapter"))
+    found = list(phases(bench))
+    assert [record["part"] for record in found] == [f"phase: {name}" for name in PHASES]
+    assert abs(sum(record["ratio"] for record in found) - 1) < 1e-6
+    packed = _Load(bench, {}).run()
+    bench.load()
+    assert checksum_of(packed, bench.bank.layout) == bench.store.info("large").checksum

@@ -249,7 +249,7 @@ def test_an_update_by_a_plan_that_fails_at_any_copy_keeps_the_old_version(after:
         assert watched.store.info("a") == before and before.slot is not None
         assert_sound(watched.store)
         watched.assert_slot_holds(before.slot, fused(2))
-    assert failed > 5
+    assert failed > 2
     slot = watched.store.info("a").slot
     assert slot is not None
     watched.assert_slot_holds(slot, fused(3))

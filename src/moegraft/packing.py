@@ -5,8 +5,10 @@ The records that point into it are described in :mod:`moegraft.factors`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -29,6 +31,7 @@ from moegraft.factors import (
     align,
     empty_row,
 )
+from moegraft.host_copy import copy_entries, in_threads
 from moegraft.sites import Site
 from moegraft.types import LoraFactor, SiteFactors
 
@@ -81,6 +84,9 @@ class PackPlan:
         On a GPU the copies are queued on the current stream; factors there must be in order with
         it.
         """
+        if data.is_cpu:
+            in_threads(partial(_place, data=data), self.pieces, data.nbytes)
+            return
         for piece in self.pieces:
             _place(piece, data)
 
@@ -168,13 +174,21 @@ def _extent(matrix: torch.Tensor) -> int:
 
 def reorder(plan: PackPlan, data: torch.Tensor) -> torch.Tensor:
     """Put factors that fill ``data`` in the order of the plan, one site at a time."""
+
     longest = max(end - begin for begin, end in plan.spans.values())
-    staging = torch.empty(longest, dtype=data.dtype)
-    for site, pieces in groupby(plan.pieces, key=lambda piece: piece.site):
-        begin, end = plan.spans[site]
-        for piece in pieces:
+    own = threading.local()  # new memory for each site would cost more than to order it
+
+    def put_in_order(site: tuple[str, list[Piece]]) -> None:
+        begin, end = plan.spans[site[0]]
+        if not hasattr(own, "staging"):
+            own.staging = torch.empty(longest, dtype=data.dtype)
+        staging = own.staging[: end - begin]
+        for piece in site[1]:
             _place(piece._replace(offset=piece.offset - begin), staging)
-        data[begin:end].copy_(staging[: end - begin])
+        copy_entries(data[begin:end].view(1, 1, -1), staging.view(1, 1, -1))
+
+    by_site = groupby(plan.pieces, key=lambda piece: piece.site)
+    in_threads(put_in_order, [(name, list(pieces)) for name, pieces in by_site], data.nbytes)
     return data
 
 
@@ -267,11 +281,8 @@ def _place(piece: Piece, data: torch.Tensor) -> None:
     if width < piece.row_stride:
         rows[:, :, width:].zero_()
     rows = rows[:, :, :width]
-    if order is not None:
-        order = order.to(matrix.device)
-        same = matrix.dtype == rows.dtype and matrix.device == rows.device
-        if same and not piece.is_b and rows.is_contiguous():
-            torch.index_select(matrix, 0, order, out=rows)
-            return
-        matrix = matrix.index_select(0, order)
-    rows.copy_(matrix.transpose(1, 2) if piece.is_b else matrix)
+    source = matrix.transpose(1, 2) if piece.is_b else matrix
+    if data.is_cpu and matrix.is_cpu:
+        copy_entries(rows, source, order)
+        return
+    rows.copy_(source if order is None else source.index_select(0, order.to(matrix.device)))

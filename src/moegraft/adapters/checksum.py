@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 
 from moegraft.factors import A_OFFSET, B_OFFSET, PackedAdapter, TableLayout
+from moegraft.host_copy import in_threads
 
 #: Words of a block, 256 KiB: what is summed up stays in a core's cache.
 _BLOCK = 32768
@@ -63,17 +64,19 @@ def checksum_of(
     row = packed.row.clone()
     layout.all_records(row)[:, [A_OFFSET, B_OFFSET]] = 0  # where, not what
     digest = hashlib.blake2b(row.numpy().data, digest_size=16)
-    parts, used = [], 0
-    for begin, end in packed.spans.values():
-        words = packed.data[begin:end].view(torch.int64)
-        if words.numel() < _BLOCK:
-            parts.append(words)
-        elif sums is None:
-            parts.append(_block_sums(words))
-        else:
-            count = words.numel() // _BLOCK + 1
-            parts.append(sums[used : used + count])
-            used += count
+    sites = [packed.data[begin:end].view(torch.int64) for begin, end in packed.spans.values()]
+    if sums is not None:
+        split = [len(words) // _BLOCK + 1 for words in sites if len(words) >= _BLOCK]
+        known = iter(sums.split(split))
+        parts = [next(known) if len(words) >= _BLOCK else words for words in sites]
+    else:
+        parts = list(sites)
+
+        def sum_up(i: int) -> None:
+            if len(sites[i]) >= _BLOCK:
+                parts[i] = _block_sums(sites[i])
+
+        in_threads(sum_up, range(len(sites)), packed.num_bytes if packed.data.is_cpu else 0)
     if parts:
         digest.update(torch.cat(parts).cpu().numpy().data)  # from a GPU in one copy
     return digest.hexdigest()

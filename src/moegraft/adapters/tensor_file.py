@@ -16,9 +16,10 @@ from moegraft.adapters.file_policy import FilePolicy
 from moegraft.adapters.header import Header, read_header
 from moegraft.adapters.safe_open import open_regular, path_text, readable
 from moegraft.errors import AdapterError
+from moegraft.host_copy import MAX_THREADS, usable_cores
 
-#: What one thread reads at a time, and how many there are at most.
-_CHUNK_BYTES, _MAX_THREADS = 64 << 20, 4
+#: What one thread reads at a time.
+_CHUNK_BYTES = 64 << 20
 
 
 class TensorFile(NamedTuple):
@@ -89,7 +90,7 @@ class _Reader:
         self._view = data.numpy().data
         self._finished = False
         self._pool = ThreadPoolExecutor(
-            min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="moegraft-read"
+            min(MAX_THREADS, usable_cores()), thread_name_prefix="moegraft-read"
         )
         starts = range(0, len(self._view), _CHUNK_BYTES)
         self._alone = len(starts) < 2 or not hasattr(os, "preadv")

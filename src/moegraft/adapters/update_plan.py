@@ -27,6 +27,7 @@ from moegraft.adapters.read import AdapterSource
 from moegraft.adapters.report import BindReport
 from moegraft.errors import AdapterError
 from moegraft.factors import UNIT_BYTES, TableLayout
+from moegraft.host_copy import copy_entries, in_threads
 from moegraft.packing import PackPlan, Piece, plan_adapter
 
 if TYPE_CHECKING:
@@ -114,17 +115,19 @@ class UpdatePlan:
         return SiteSums(self.pack.spans, self.dtype.itemsize)
 
     def fill(self, tensors: Sequence[torch.Tensor], data: torch.Tensor) -> None:
-        """Copy tensors of these kinds into ``data`` ``[elements]``, cast to its dtype."""
-        with torch.no_grad():
-            for move in self.moves:
-                entries, rank, width = move.shape
-                end = move.target + entries * rank * move.row_stride
-                rows = data[move.target : end].view(entries, rank, move.row_stride)
-                if width < move.row_stride:
-                    rows[:, :, width:].zero_()
-                tensor = tensors[move.tensor]
-                offset = tensor.storage_offset() + move.source
-                rows[:, :, :width].copy_(tensor.as_strided(move.shape, move.strides, offset))
+        """Copy tensors of these kinds into ``data`` ``[elements]``, all on the CPU, and cast."""
+
+        def place(move: Move) -> None:
+            entries, rank, width = move.shape
+            end = move.target + entries * rank * move.row_stride
+            rows = data[move.target : end].view(entries, rank, move.row_stride)
+            if width < move.row_stride:
+                rows[:, :, width:].zero_()
+            tensor = tensors[move.tensor].detach()
+            offset = tensor.storage_offset() + move.source
+            copy_entries(rows[:, :, :width], tensor.as_strided(move.shape, move.strides, offset))
+
+        in_threads(place, self.moves, data.nbytes)
 
     def is_like(self, report: BindReport) -> bool:
         """True when an adapter that was bound so has the same places, shared alike by experts.

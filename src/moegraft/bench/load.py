@@ -37,6 +37,7 @@ from moegraft.bench.load_case import LoadCase
 from moegraft.errors import MoegraftError
 from moegraft.factors import PackedAdapter
 from moegraft.gc_pause import gc_paused
+from moegraft.host_copy import usable_cores
 from moegraft.packing import pack_adapter
 
 Say = Callable[[str], None]
@@ -77,6 +78,7 @@ def run_load(options: LoadOptions, say: Say = lambda text: None) -> Iterator[rec
         **records.header(records.LOAD, options.commit),
         "case": asdict(options.case),
         "threads": torch.get_num_threads(),
+        "cores": usable_cores(),
         "repeats": options.repeats,
     }
     say("Writing the adapter")
@@ -84,9 +86,11 @@ def run_load(options: LoadOptions, say: Say = lambda text: None) -> Iterator[rec
         folder = tempfile.TemporaryDirectory(dir=options.folder)
     except OSError as error:
         raise MoegraftError(f"There is no room for the adapter: {error}.") from error
+    from moegraft.bench.load_phases import phases
+
     with folder as name:
         bench = LoadBench(options, device, options.case.write(Path(name) / "adapter"))
-        parts = [bench.files, bench.small]
+        parts = [bench.files, lambda: phases(bench), bench.small]
         if device.type == "cuda":
             from moegraft.bench.load_gpu import to_slots, updates
 
