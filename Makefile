@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: help demo test test-all test-vllm check format coverage clean
+.PHONY: help demo test test-all test-vllm test-sglang check format coverage clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,9 @@ test-all: $(STAMP) ## the test suite with its long tests
 test-vllm: ## the vLLM plugin inside a real vLLM on the CPU, in .venv-vllm (3.5 GB, up to 20 minutes)
 	PYTHON=$(PYTHON) tests/vllm_plugin/run.sh
 
+test-sglang: ## the SGLang plugin with the real package's classes on the CPU, in .venv-sglang (6 GB)
+	PYTHON=$(PYTHON) tests/sglang_plugin/run.sh
+
 check: $(STAMP) ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,4 +45,4 @@ coverage: $(STAMP) ## line coverage of src/ by the CPU tests (at least 90 %)
 	$(PYTEST) -m "not gpu" --cov=moegraft --cov-report=term-missing:skip-covered --cov-fail-under=90
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .coverage build
+	rm -rf $(VENV) .venv-vllm .venv-sglang .pytest_cache .mypy_cache .ruff_cache .coverage build
