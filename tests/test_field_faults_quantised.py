@@ -51,8 +51,7 @@ def case_of(
     """Six tokens, four of which use an adapter of rank 16, over a base of some format."""
     factors = factors or random_factors(SITE, 16, dtype=dtype)
     sizes: dict[str, Any] = dict(num_experts=4, hidden=128, intermediate=128, layout=layout)
-    case = layer_case(6, [factors], [0, -1, 0, 0, -1, 0], dtype=dtype, **sizes)
-    return case if name is None else replace(case, weights=quantise_experts(case.weights, name))
+    return layer_case(6, [factors], [0, -1, 0, 0, -1, 0], dtype=dtype, weight_format=name, **sizes)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -23,7 +23,8 @@ from moegraft.parallel import (
     shard_experts,
 )
 from moegraft.parallel.placement import to_local
-from moegraft.quant.experts import quantise_experts
+from moegraft.quant import FORMATS
+from moegraft.quant.experts import expert_matrix, quantise_experts
 from moegraft.reference import linear_lora_reference
 from moegraft.sites import expert_site, linear_site
 from moegraft.testing import (
@@ -126,11 +127,26 @@ def test_a_shard_of_other_sizes_is_refused() -> None:
         shard.site(SITE)
 
 
-def test_quantised_weights_are_refused_by_their_format() -> None:
+def test_slices_of_quantised_weights_are_refused_by_their_format() -> None:
     weights = quantise_experts(random_weights(8, 24, 20), "fp8-block")
-    shard = ExpertShard(ExpertPlacement.contiguous(8, 0, 2), Part.of(20, 0, 1))
-    with pytest.raises(UnsupportedError, match="fp8-block"):
+    shard = ExpertShard(ExpertPlacement.contiguous(8, 0, 2), Part.of(20, 0, 2))
+    with pytest.raises(UnsupportedError, match=r"fp8-block.*whole experts"):
         shard_experts(weights, shard)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_whole_quantised_experts_go_to_the_ranks_of_any_placement(name: str) -> None:
+    weights = quantise_experts(random_weights(8, 160, 144, biases=True), name)
+    for rank in range(2):
+        placement = ExpertPlacement.round_robin(8, rank, 2)
+        here = shard_experts(weights, ExpertShard(placement, Part.of(144, 0, 1)))
+        assert (here.num_experts, here.weight_format, here.intermediate) == (4, name, 144)
+        for local, expert in enumerate(placement.local_to_global):
+            for side in ("gate_up", "down"):
+                found = expert_matrix(here, side, local)  # type: ignore[arg-type]
+                assert torch.equal(found, expert_matrix(weights, side, expert))  # type: ignore[arg-type]
+            assert here.down_bias is not None and weights.down_bias is not None
+            assert torch.equal(here.down_bias[local], weights.down_bias[expert])
 
 
 @pytest.mark.parametrize("kind", ["separate", "fused", "shared_outer"])

@@ -68,7 +68,7 @@ def quantised_case(name: str, **options: Any) -> LayerCase:
         random_factors(site, 12, "separate", experts=[4, 0, 2], scale=8.0, seed=2),
         random_factors(site, 16, "shared_outer", seed=4),
     ]
-    case = layer_case(
+    return layer_case(
         7,
         adapters,
         [-1, 0, 1, 2, 3, 1, -1],
@@ -76,9 +76,9 @@ def quantised_case(name: str, **options: Any) -> LayerCase:
         intermediate=144,
         layout=layout,
         biases=True,
+        weight_format=name,
         **options,
     )
-    return replace(case, weights=quantise_experts(case.weights, name))
 
 
 def test_e2m1_codes_are_those_of_the_standard() -> None:

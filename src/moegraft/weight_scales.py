@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,3 +31,33 @@ class WeightScales:
     gate_up_global: torch.Tensor | None = None
     down_global: torch.Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
+
+    def to(self, device: torch.device | str) -> WeightScales:
+        """Return them on a device; the tensors themselves where they are there."""
+        whole = (self.gate_up_global, self.down_global)
+        gate_up_global, down_global = (None if s is None else s.to(device) for s in whole)
+        return replace(
+            self,
+            gate_up=self.gate_up.to(device),
+            down=self.down.to(device),
+            gate_up_global=gate_up_global,
+            down_global=down_global,
+        )
+
+    def of_experts(self, ids: torch.Tensor) -> WeightScales:
+        """Return those of some experts, in the order of int64 ``ids``; copies."""
+        whole = (self.gate_up_global, self.down_global)
+        gate_up_global, down_global = (None if s is None else s[ids] for s in whole)
+        return replace(
+            self,
+            gate_up=entries(self.gate_up, ids),
+            down=entries(self.down, ids),
+            gate_up_global=gate_up_global,
+            down_global=down_global,
+        )
+
+
+def entries(tensor: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Index the first dimension of a tensor of any dtype; torch itself can't with all of them."""
+    taken = tensor.view(torch.uint8)[ids] if tensor.element_size() == 1 else tensor[ids]
+    return taken.view(tensor.dtype)

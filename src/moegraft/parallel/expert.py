@@ -17,6 +17,7 @@ from moegraft.parallel.placement import ExpertPlacement
 from moegraft.parallel.tensor import Part, check_size, slice_in, slice_out
 from moegraft.sites import Site, expert_site
 from moegraft.types import ExpertWeights, LoraFactor, SiteFactors
+from moegraft.weight_scales import entries
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,13 @@ def shard_experts(weights: ExpertWeights, shard: ExpertShard) -> ExpertWeights:
 
     Raises:
         MoegraftError: the shard is for other sizes.
-        UnsupportedError: quantised weights; a slice of I of experts with a norm behind them.
+        UnsupportedError: a slice of I of quantised weights, or of experts with a norm behind them.
     """
     shard._check("shard_experts", weights.num_experts, weights.intermediate)
-    if weights.weight_format != "unquantized":
+    if weights.scales is not None and not shard.part.is_whole:
         raise UnsupportedError(
-            f"Weights of format {weights.weight_format!r} can't be sliced here: slice them before "
-            "they are quantised, or let the engine do it."
+            f"The columns of {weights.weight_format!r} experts can't be sliced here: slice them "
+            "before they are quantised, give whole experts to each rank, or let the engine do it."
         )
     check_norm(weights, shard)
     if shard.placement.local_to_global == tuple(range(weights.num_experts)) and shard.part.is_whole:
@@ -133,6 +134,15 @@ def shard_experts(weights: ExpertWeights, shard: ExpertShard) -> ExpertWeights:
     def of_experts(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor[ids]
 
+    if weights.scales is not None:
+        return replace(
+            weights,
+            gate_up=entries(weights.gate_up, ids),
+            down=entries(weights.down, ids),
+            gate_up_bias=of_experts(weights.gate_up_bias),
+            down_bias=of_experts(weights.down_bias),
+            scales=weights.scales.of_experts(ids),
+        )
     out_major = weights.layout.out_major
     down_dim = 2 if out_major else 1
     down = weights.down[ids].narrow(down_dim, shard.part.start, shard.part.width)

@@ -10,6 +10,7 @@ import torch
 from moegraft.call import Mode
 from moegraft.factor_table import Arena, SiteTable, site_table
 from moegraft.layer import MoeLoraLayer
+from moegraft.quant.experts import quantise_experts
 from moegraft.reference import moe_lora_reference
 from moegraft.sites import Site, expert_site
 from moegraft.testing.compare import assert_close, assert_delta_close
@@ -93,6 +94,7 @@ class LayerCase:
             down=w.down.cpu(),
             gate_up_bias=None if w.gate_up_bias is None else w.gate_up_bias.cpu(),
             down_bias=None if w.down_bias is None else w.down_bias.cpu(),
+            scales=None if w.scales is None else w.scales.to("cpu"),
         )
         return moe_lora_reference(
             self.x.cpu(),
@@ -125,11 +127,17 @@ def layer_case(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     device: Device = "cpu",
+    weight_format: str | None = None,
 ) -> LayerCase:
-    """Make a case with random x, weights and routing; ``token_slots`` is repeated over T tokens."""
+    """Make a case with random x, weights and routing; ``token_slots`` is repeated over T tokens.
+
+    ``weight_format``: quantise the weights; None = leave them in ``dtype``.
+    """
     weights = random_weights(
         num_experts, hidden, intermediate, layout, activation, biases, dtype, seed, device
     )
+    if weight_format is not None:
+        weights = quantise_experts(weights, weight_format)
     routing = random_routing(
         num_tokens, top_k, num_experts, seed + 1, minus_ones=minus_ones, device=device
     )
