@@ -10,6 +10,7 @@ import torch
 
 from moegraft.backends import Choice
 from moegraft.backends.cpu import base, lora_gathered, lora_segments
+from moegraft.backends.cpu.grouped import ALL_ROWS, own_dtype_rows
 from moegraft.backends.cpu.linear_lora import linear_lora
 from moegraft.backends.cpu.lora_stacked import (
     LINEAR,
@@ -25,7 +26,7 @@ from moegraft.factor_table import SiteTable
 from moegraft.problem import Problem
 from moegraft.quant.formats import why_no_format
 from moegraft.stages import Permutation, split_columns
-from moegraft.types import TokenSlots
+from moegraft.types import ExpertWeights, TokenSlots
 
 LoraMethod = Literal["stacked", "gathered", "segments"]
 
@@ -41,18 +42,29 @@ class CpuStages:
         lora_method: ``stacked`` and ``gathered`` fuse lora_shrink and lora_expand, ``segments``
             runs one after the other.
         fallback: what ``stacked`` does where the live adapters are too large to stack.
+        own_dtype_rows: experts with at most so many rows are multiplied in the weights' own 16
+            bits; the others are widened.
     """
 
     lora_method: LoraMethod
     fallback: Literal["gathered", "segments"] = "gathered"
+    own_dtype_rows: int = 0
 
     permute = staticmethod(permute)
-    gate_up = staticmethod(base.gate_up)
     activation = staticmethod(base.activation)
-    down = staticmethod(base.down)
     finalize = staticmethod(base.finalize)
     lora_shrink = staticmethod(lora_segments.lora_shrink)
     lora_expand = staticmethod(lora_segments.lora_expand)
+
+    def gate_up(
+        self, x_TH: torch.Tensor, weights: ExpertWeights, perm: Permutation
+    ) -> torch.Tensor:
+        """See :meth:`moegraft.stages.Stages.gate_up`."""
+        return base.gate_up(x_TH, weights, perm, self.own_dtype_rows)
+
+    def down(self, h_NI: torch.Tensor, weights: ExpertWeights, perm: Permutation) -> torch.Tensor:
+        """See :meth:`moegraft.stages.Stages.down`."""
+        return base.down(h_NI, weights, perm, self.own_dtype_rows)
 
     def lora_shrink_expand(
         self,
@@ -147,4 +159,17 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
         f"LoRA stacked where the live adapters are small, else {fallback} "
         f"({problem.num_pairs} rows {relation} {MAX_GATHERED_ROWS})"
     )
-    return Choice(CpuStages("stacked", fallback), mode or "serial", why)
+    rows = own_dtype_rows(problem.dtype) if problem.weight_format == "unquantized" else 0
+    return Choice(CpuStages("stacked", fallback, rows), mode or "serial", f"{_base(rows)}; {why}")
+
+
+def _base(rows: int) -> str:
+    """Say how the base is multiplied."""
+    if rows == ALL_ROWS:
+        return "base by torch's bfloat16 products, which this processor has instructions for"
+    if rows:
+        return (
+            f"base by torch's bfloat16 products for up to {rows} rows of an expert, more rows in "
+            "fp32, one expert widened at a time: no instructions for bfloat16"
+        )
+    return "base by torch's fp32 products"

@@ -11,12 +11,14 @@ from moegraft.stages import Permutation
 from moegraft.types import ExpertWeights
 
 
-def gate_up(x_TH: torch.Tensor, weights: ExpertWeights, perm: Permutation) -> torch.Tensor:
-    """See :meth:`moegraft.stages.Stages.gate_up`."""
-    rows = x_TH[perm.row_to_token].float()
+def gate_up(
+    x_TH: torch.Tensor, weights: ExpertWeights, perm: Permutation, own_dtype_rows: int = 0
+) -> torch.Tensor:
+    """See :meth:`moegraft.stages.Stages.gate_up`; own_dtype_rows: see ``grouped.py``."""
+    rows = x_TH[perm.row_to_token]
     if weights.scales is not None:
-        return quantised_mm(rows, weights, "gate_up", weights.gate_up_bias, perm)
-    return grouped_mm(rows, weights.gate_up_oi, weights.gate_up_bias, perm)
+        return quantised_mm(rows.float(), weights, "gate_up", weights.gate_up_bias, perm)
+    return grouped_mm(rows, weights.gate_up_oi, weights.gate_up_bias, perm, own_dtype_rows)
 
 
 def activation(gate_up: torch.Tensor, weights: ExpertWeights, dtype: torch.dtype) -> torch.Tensor:
@@ -25,11 +27,13 @@ def activation(gate_up: torch.Tensor, weights: ExpertWeights, dtype: torch.dtype
     return h.to(dtype)
 
 
-def down(h_NI: torch.Tensor, weights: ExpertWeights, perm: Permutation) -> torch.Tensor:
-    """See :meth:`moegraft.stages.Stages.down`."""
+def down(
+    h_NI: torch.Tensor, weights: ExpertWeights, perm: Permutation, own_dtype_rows: int = 0
+) -> torch.Tensor:
+    """See :meth:`moegraft.stages.Stages.down`; own_dtype_rows: see ``grouped.py``."""
     if weights.scales is not None:
         return quantised_mm(h_NI.float(), weights, "down", weights.down_bias, perm)
-    return grouped_mm(h_NI.float(), weights.down_oi, weights.down_bias, perm)
+    return grouped_mm(h_NI, weights.down_oi, weights.down_bias, perm, own_dtype_rows)
 
 
 def finalize(
