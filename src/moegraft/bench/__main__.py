@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moegraft.bench import commands
-from moegraft.bench.options import AUTO, DECODE_TOKENS, decode_requests, suite_requests
+from moegraft.bench.options import (
+    AUTO,
+    CPU_TOKENS,
+    DECODE_TOKENS,
+    decode_requests,
+    suite_requests,
+)
 from moegraft.bench.prefill_options import (
     PREFILL_TOKENS,
     SEQUENCES,
@@ -72,6 +78,23 @@ def parser() -> argparse.ArgumentParser:
     five.add_argument("--out", type=Path)
     five.add_argument("--json", action="store_true")
     five.set_defaults(run=_load)
+
+    seven = found.add_parser("cpu", help="a layer and a small model on this machine's CPU")
+    seven.add_argument("--model", help="name of a SwiGLU shape, or E,H,I,K")
+    seven.add_argument("--tokens", default=CPU_TOKENS)
+    seven.add_argument("--dtype", default="bfloat16,float32")
+    seven.add_argument("--adapters", type=int, default=4, help="live in the layer's batch")
+    seven.add_argument("--rank", type=int, default=16)
+    seven.add_argument("--backends", default="", help="of ours; the first is compared")
+    seven.add_argument("--repeats", type=int, default=15, help="turns; the median counts")
+    seven.add_argument("--seconds", type=float, default=20.0, help="no turn begins after, per case")
+    seven.add_argument("--threads", type=int, help="of torch")
+    seven.add_argument("--no-small-model", action="store_true", help="the layer only")
+    seven.add_argument("--commit")
+    seven.add_argument("--out", type=Path)
+    seven.add_argument("--plot", type=Path)
+    seven.add_argument("--json", action="store_true")
+    seven.set_defaults(run=_cpu)
     return top
 
 
@@ -101,6 +124,25 @@ def _load(a: argparse.Namespace) -> commands.Result:
         commit=a.commit,
         out=a.out,
     )
+
+
+def _cpu(a: argparse.Namespace) -> commands.Result:
+    from moegraft.bench.cpu_command import cpu_options, measure_cpu
+
+    options = cpu_options(
+        model=a.model,
+        tokens=a.tokens,
+        dtypes=a.dtype,
+        adapters=a.adapters,
+        rank=a.rank,
+        backends=a.backends,
+        turns=a.repeats,
+        seconds=a.seconds,
+        threads=a.threads,
+        small_model=not a.no_small_model,
+        commit=a.commit,
+    )
+    return measure_cpu(options, out=a.out, plot=a.plot)
 
 
 def _end_to_end(a: argparse.Namespace) -> commands.Result:

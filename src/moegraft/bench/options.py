@@ -14,6 +14,7 @@ AUTO = "auto"
 MODES = (AUTO, "in_kernel", "fused_serial", "two_stream", "serial")
 KINDS = ("separate", "fused", "shared_outer")
 DECODE_TOKENS = "1,4,16,32,64,128,256"
+CPU_TOKENS = "1,8,64,512"
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def plot_layers(found: Sequence[Record], path: Path) -> tuple[Path, ...]:
     panels = _panels(found)
     if not panels:
         raise MoegraftError("There is nothing to draw: no case was measured at two or more T.")
-    plt = _pyplot()
+    plt = picture_library()
     with plt.rc_context(
         {"font.size": 10, "axes.edgecolor": FAINT, "axes.labelcolor": INK, "text.color": INK,
          "xtick.color": INK, "ytick.color": INK, "font.family": "sans-serif"}
@@ -62,8 +62,8 @@ def plot_layers(found: Sequence[Record], path: Path) -> tuple[Path, ...]:
 
 def check_picture(path: Path) -> None:
     """Raise :class:`MoegraftError` now rather than after a measurement: what a picture needs."""
-    known = sorted(_pyplot().figure().canvas.get_supported_filetypes())
-    _pyplot().close("all")
+    known = sorted(picture_library().figure().canvas.get_supported_filetypes())
+    picture_library().close("all")
     if path.suffix[1:] not in known:
         raise MoegraftError(
             f"The picture can't be written to {path}: its name must end in one of "
@@ -75,7 +75,8 @@ def _named(path: Path, word: str) -> Path:
     return path.with_name(f"{path.stem}-{word}{path.suffix}")
 
 
-def _pyplot() -> Any:
+def picture_library() -> Any:
+    """Return pyplot, drawing to files only; MoegraftError when matplotlib is missing."""
     try:
         import matplotlib
     except ImportError as error:
@@ -134,6 +135,12 @@ def _draw(
         )
     figure.text(0.01, 0.004, _footer(panels), fontsize=7.5, color=BASE)
     figure.tight_layout(rect=(0, 0.09 / lines, 1, 1))
+    save_picture(plt, figure, path)
+    return path
+
+
+def save_picture(plt: Any, figure: Any, path: Path) -> None:
+    """Write a figure and close it; MoegraftError when it can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
@@ -141,7 +148,6 @@ def _draw(
         raise MoegraftError(f"The picture can't be written to {path}: {error}.") from error
     finally:
         plt.close(figure)
-    return path
 
 
 def _footer(panels: list[tuple[str, list[Record]]]) -> str:

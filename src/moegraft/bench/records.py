@@ -15,7 +15,7 @@ from moegraft.errors import MoegraftError
 
 Record = dict[str, Any]
 DECODE, END_TO_END, TUNE = "moegraft.decode/1", "moegraft.e2e/1", "moegraft.tune/1"
-LOAD, PREFILL = "moegraft.load/1", "moegraft.prefill/1"
+LOAD, PREFILL, CPU = "moegraft.load/1", "moegraft.prefill/1", "moegraft.cpu/1"
 #: What a record is drawn from.
 _LAYER = (
     "model", "tokens", "rank", "adapters", "live", "slots", "kind", "limits", "limit_us",

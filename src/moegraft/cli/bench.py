@@ -1,4 +1,4 @@
-"""``moegraft bench``: measurements on a GPU, and pictures of their records."""
+"""``moegraft bench``: measurements on a GPU or a CPU, and pictures of their records."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moegraft.bench.options import AUTO, DECODE_TOKENS, decode_requests, suite_requests
+from moegraft.bench.options import AUTO, CPU_TOKENS, DECODE_TOKENS, decode_requests, suite_requests
 from moegraft.bench.prefill_options import (
     PREFILL_TOKENS,
     SEQUENCES,
@@ -180,3 +180,45 @@ def load(
         layers=layers, adapters=adapters, repeats=repeats, folder=folder, commit=commit, out=out
     )
     return outcome(result, as_json)
+
+
+@app.command("cpu")
+def cpu(
+    model: Annotated[
+        str | None, typer.Option(help="A SwiGLU shape's name, or E,H,I,K. [default: 32,2048,768,8]")
+    ] = None,
+    tokens: Tokens = CPU_TOKENS,
+    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16,float32",
+    adapters: Annotated[int, typer.Option(help="Adapters that the layer's batch uses.")] = 4,
+    rank: Annotated[int, typer.Option(help="Of each adapter.")] = 16,
+    backends: Annotated[
+        str, typer.Option(help="Of ours; the first is compared. [default: cpp,cpu]")
+    ] = "",
+    repeats: Annotated[int, typer.Option(help="Turns; the median counts.")] = 15,
+    seconds: Annotated[float, typer.Option(help="No turn begins after so long, per case.")] = 20.0,
+    threads: Annotated[int | None, typer.Option(help="Of torch. [default: as it is]")] = None,
+    small_model: Annotated[
+        bool, typer.Option(help="Also a small model's decode against PEFT.")
+    ] = True,
+    commit: Commit = None,
+    out: Out = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw this picture (png, svg, pdf).")] = None,
+    as_json: AsJson = False,
+) -> Outcome:
+    """Time one MoE layer and a small model on this CPU, beside Transformers, PEFT and limits."""
+    from moegraft.bench.cpu_command import cpu_options, measure_cpu
+
+    options = cpu_options(
+        model=model,
+        tokens=tokens,
+        dtypes=dtype,
+        adapters=adapters,
+        rank=rank,
+        backends=backends,
+        turns=repeats,
+        seconds=seconds,
+        threads=threads,
+        small_model=small_model,
+        commit=commit,
+    )
+    return outcome(measure_cpu(options, out=out, plot=plot), as_json)
