@@ -44,6 +44,29 @@ def test_convert_writes_what_inspect_binds(
     assert b"block_sparse_moe.experts.3.w1.lora_A.weight" in written
 
 
+@pytest.mark.parametrize("command", ["convert", "merge"])
+def test_parts_of_an_adapter_alone_are_written_and_the_rest_is_named(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model, source = MODELS / "mixtral", tiny.folder("per_expert/mixtral/plain")
+    out, only = tmp_path / "out", ("--only", "gate", "--only", "down", "--json")
+    if command == "convert":
+        call: tuple[object, ...] = (source, out, "--to", "per-expert", "--model", model)
+    else:
+        call = (model, source, out)
+    code, text, _ = run(capsys, command, *call, *only)
+    document = json.loads(text)
+    assert code == 0 and len(document["left_out"]) == 6
+    assert document["left_out"]["model.layers.0.mlp.experts"] == ["up"]
+    if command == "convert":
+        written = load_file(out / "adapter_model.safetensors")
+        assert {name.split(".")[-3] for name in written} == {"w1", "w2"}
+    else:
+        assert {name.split(".")[-2] for name in document["changed"]} == {"w1", "w2"}
+    code, text, _ = run(capsys, "inspect", source, "--model", model, *only)
+    assert code == 0 and json.loads(text)["read_options"] == {"only": ["gate", "down"]}
+
+
 def test_convert_says_the_error_of_a_refit_and_of_rounding(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

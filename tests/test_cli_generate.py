@@ -183,14 +183,31 @@ def test_read_options_hold_for_all_adapters_or_for_the_one_they_name(
 ) -> None:
     options = ["--skip", "lora_bias", "--skip", "down=q_proj", "--orientation", "down=normal"]
     layout = ["--expert-b-layout", "rank_major", "--prompt", "rs:x", "--prompt", "down:x"]
-    layout += ["--gate-up-rows", "down=interleaved"]
+    layout += ["--gate-up-rows", "down=interleaved", "--only", "experts", "--only", "rs=linear"]
     rslora = ["--adapter", f"rs={PEFT / 'rslora'}"]
     assert main(arguments(model, *rslora, *options, *layout, "--json")) == 0
     document = json.loads(capsys.readouterr().out)
-    common = {"skip": ["lora_bias"], "expert_b_layout": "rank_major"}
+    common = {"skip": ["lora_bias"], "expert_b_layout": "rank_major", "only": ["experts"]}
     down = {**common, "skip": ["lora_bias", "q_proj"], "orientation": "normal"}
     down["gate_up_rows"] = "interleaved"
-    assert document["read_options"] == {"all": common, "down": down, "rs": common}
+    both = {**common, "only": ["experts", "linear"]}
+    assert document["read_options"] == {"all": common, "down": down, "rs": both}
+
+
+def test_parts_of_an_adapter_are_served_alone(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def texts(*only: str) -> list[list[int]]:
+        folder = f"a={PEFT / 'all_linear'}"
+        wanted = [word for part in only for word in ("--only", part)]
+        call = ["generate", "--model", str(model), "--adapter", folder, *wanted, "--json"]
+        assert main([*call, "--prompt", "a:hello", "--max-new-tokens", "8"]) == 0
+        return [row["ids"] for row in json.loads(capsys.readouterr().out)["rows"]]
+
+    assert texts("experts", "linear", "router") == texts()
+    call = ["generate", "--model", str(model), "--prompt", "a:x", "--adapter"]
+    assert main([*call, f"a={PEFT / 'all_linear'}", "--only", "a=gates"]) == 2
+    assert "only='gates' is no part of a model: experts, linear," in capsys.readouterr().err
 
 
 def test_read_options_need_an_adapter(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

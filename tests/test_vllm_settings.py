@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
 from moegraft.env import vllm_linears
-from moegraft.errors import MoegraftError
+from moegraft.errors import AdapterError, MoegraftError
 from moegraft.hosts.vllm import counters
 from moegraft.hosts.vllm.answers import our_words
-from moegraft.hosts.vllm.settings import reason_against
+from moegraft.hosts.vllm.settings import check_folder, file_policy, reason_against
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.29.1", "0.33.0", "0.32.1.dev7+gabc", "0.33"])
@@ -37,6 +38,27 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert vllm_linears()
     monkeypatch.setenv("MOEGRAFT_VLLM_LINEARS", "0")
     assert not vllm_linears()
+
+
+def test_adapters_come_from_the_root_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for folder in (root / "good", root / "linked", outside):
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text("{}")
+    (root / "linked" / "adapter_model.safetensors").symlink_to(outside / "adapter_config.json")
+    (root / "away").symlink_to(outside)
+    monkeypatch.delenv("MOEGRAFT_ADAPTER_ROOT", raising=False)
+    check_folder(str(outside))
+    assert file_policy().root is None
+    monkeypatch.setenv("MOEGRAFT_ADAPTER_ROOT", str(root))
+    assert file_policy().root == str(root)
+    check_folder(str(root / "good"))
+    for bad in (outside, root / "linked", root / "away", root / ".." / "outside", "some/name"):
+        with pytest.raises(AdapterError, match="outside of the folder that adapters may be read"):
+            check_folder(str(bad))
+    monkeypatch.setenv("MOEGRAFT_ADAPTER_ROOT", str(root / "nothing"))
+    with pytest.raises(AdapterError, match="is no folder on this machine"):
+        check_folder(str(root / "good"))
 
 
 def test_vllm_finds_the_plugin() -> None:

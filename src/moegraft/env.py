@@ -3,6 +3,7 @@
 =========================  ===========  ==========================================================
 variable                   default      meaning
 =========================  ===========  ==========================================================
+``MOEGRAFT_ADAPTER_ROOT``  (anywhere)   folder that the vLLM plugin's adapters must lie in
 ``MOEGRAFT_BACKEND``       (by plan)    force a backend by name; an impossible choice raises
 ``MOEGRAFT_COMPILE``       ``1``        ``0`` = no kernels are compiled for the CPU
 ``MOEGRAFT_LOG``           ``WARNING``  level of the ``moegraft`` logger
@@ -21,6 +22,11 @@ from moegraft.errors import MoegraftError
 
 logger = logging.getLogger("moegraft")
 _DEFAULT_LEVEL = "WARNING"
+
+
+def adapter_root() -> str | None:
+    """Return the folder in ``MOEGRAFT_ADAPTER_ROOT``, or None when it is unset or empty."""
+    return os.environ.get("MOEGRAFT_ADAPTER_ROOT") or None
 
 
 def forced_backend() -> str | None:

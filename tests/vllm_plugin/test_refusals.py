@@ -153,6 +153,21 @@ def test_a_folder_that_is_not_there_is_404(server: Server, tmp_path: Path) -> No
     assert answer.status == 404 and "No adapter found" in answer.message
 
 
+def test_with_a_root_adapters_come_from_there_only(models: Models, tmp_path: Path) -> None:
+    root, log = tmp_path / "root", tmp_path / "log.txt"
+    inside = shutil.copytree(models.adapter("half"), root / "inside")
+    (root / "link").symlink_to(models.adapter("half"))
+    half = shutil.copytree(models.adapter("half"), root / "half")
+    (half / "adapter_model.safetensors").unlink()
+    file = models.adapter("half") / "adapter_model.safetensors"
+    (half / "adapter_model.safetensors").symlink_to(file)
+    with running_server(models.base, log, env={"MOEGRAFT_ADAPTER_ROOT": str(root)}) as server:
+        for folder in (models.adapter("half"), root / "link", half):
+            assert_refused(server, models, folder, "outside of the folder that adapters may be")
+        assert server.load("inside", inside).status == 200
+        assert server.complete("inside", [5, 6], 2).body == models.greedy("half", [5, 6], 2)
+
+
 def test_an_engine_for_shared_outer_factors_serves_those_and_refuses_others(
     models: Models, tmp_path: Path
 ) -> None:

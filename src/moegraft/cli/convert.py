@@ -25,6 +25,7 @@ def convert(
         typer.Option(help="Refit larger ranks to this one, which is not exact; says the error."),
     ] = None,
     skip: read_options.Skip = None,
+    only: read_options.Only = None,
     orientation: read_options.Orientation = None,
     expert_b_layout: read_options.ExpertBLayout = None,
     gate_up_rows: read_options.GateUpRows = None,
@@ -41,7 +42,7 @@ def convert(
     from moegraft.hosts.transformers.names import expert_names
     from moegraft.hosts.transformers.spec import model_spec
 
-    options = read_options.of_one(skip, orientation, expert_b_layout, gate_up_rows)
+    options = read_options.of_one(skip, orientation, expert_b_layout, gate_up_rows, only)
     if out.exists():
         raise AdapterError(f"{str(out)!r} exists already; give a folder that does not.")
     source = read_adapter(adapter, read_options.file_policy(adapter_root))
@@ -63,6 +64,7 @@ def convert(
         "refit_error": dict(found.refit_error),
         "tensors": {"read": found.report.bound, "written": len(found.tensors)},
         "skipped": list(found.report.skipped),
+        "left_out": {site: list(parts) for site, parts in found.report.left_out.items()},
         "bytes": num_bytes,
         "notes": notes,
     }

@@ -52,6 +52,9 @@ def generate(
     skip: Annotated[
         list[str] | None, typer.Option(metavar="[NAME=]REGEX", help=read_options.SKIP_HELP)
     ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="[NAME=]PART", help=read_options.ONLY_HELP)
+    ] = None,
     orientation: Annotated[
         list[str] | None,
         typer.Option(metavar="[NAME=]normal|swapped", help=read_options.ORIENTATION_HELP),
@@ -94,7 +97,12 @@ def generate(
     rows = parse_prompts(prompt, folders)
     sampling = _sampling(sample, temperature, top_p, seed)
     options = read_options.per_adapter(
-        folders, skip or [], orientation or [], expert_b_layout or [], gate_up_rows or []
+        folders,
+        skip or [],
+        orientation or [],
+        expert_b_layout or [],
+        gate_up_rows or [],
+        only or [],
     )
     policy = read_options.file_policy(adapter_root)
     check_device(device, dtype)

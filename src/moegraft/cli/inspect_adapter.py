@@ -40,6 +40,7 @@ def inspect(
         typer.Option(help="Folder of the model; its config.json is enough, no weights are read."),
     ] = None,
     skip: read_options.Skip = None,
+    only: read_options.Only = None,
     orientation: read_options.Orientation = None,
     expert_b_layout: read_options.ExpertBLayout = None,
     gate_up_rows: read_options.GateUpRows = None,
@@ -53,11 +54,11 @@ def inspect(
     from moegraft.adapters import read_adapter
     from moegraft.cli.adapter_facts import config_facts, guesses, tensor_groups
 
-    options = read_options.of_one(skip, orientation, expert_b_layout, gate_up_rows)
+    options = read_options.of_one(skip, orientation, expert_b_layout, gate_up_rows, only)
     if model is None and read_options.given(options):
         raise MoegraftError(
-            "--skip, --orientation, --expert-b-layout and --gate-up-rows need --model: without it "
-            "nothing is bound."
+            "--skip, --only, --orientation, --expert-b-layout and --gate-up-rows need --model: "
+            "without it nothing is bound."
         )
     source = read_adapter(adapter, read_options.file_policy(adapter_root))
     document: dict[str, Any] = {

@@ -18,6 +18,7 @@ def merge(
     adapter: Annotated[Path, typer.Argument(help="Adapter folder.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
     skip: read_options.Skip = None,
+    only: read_options.Only = None,
     orientation: read_options.Orientation = None,
     expert_b_layout: read_options.ExpertBLayout = None,
     gate_up_rows: read_options.GateUpRows = None,
@@ -33,7 +34,7 @@ def merge(
     from moegraft.errors import AdapterError
     from moegraft.hosts.transformers.spec import model_spec
 
-    options = read_options.of_one(skip, orientation, expert_b_layout, gate_up_rows)
+    options = read_options.of_one(skip, orientation, expert_b_layout, gate_up_rows, only)
     if out.exists():
         raise AdapterError(f"{str(out)!r} exists already; give a folder that does not.")
     source = read_adapter(adapter, read_options.file_policy(adapter_root))
@@ -53,6 +54,7 @@ def merge(
         "tensors": merged.total,
         "changed": list(merged.changed),
         "skipped": list(bound.report.skipped),
+        "left_out": {site: list(parts) for site, parts in bound.report.left_out.items()},
         "notes": list(bound.report.notes),
     }
     if not as_json:

@@ -1,4 +1,4 @@
-"""How to read adapter files: ``--skip``, ``--orientation``, ``--expert-b-layout``,
+"""How to read adapter files: ``--skip``, ``--only``, ``--orientation``, ``--expert-b-layout``,
 ``--gate-up-rows`` and their root.
 
 ``generate`` has several adapters, so there each may start with ``NAME=``: it then holds for that
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from moegraft import FilePolicy, ReadOptions
 
 SKIP_HELP = "Leave out the tensors whose names match; may be repeated."
+ONLY_HELP = (
+    "Keep these parts alone: experts, linear, router; gate, up, down (of experts). May be repeated."
+)
 ORIENTATION_HELP = "Of 3-D expert parameters, where neither shapes nor PEFT's version tell it."
 B_LAYOUT_HELP = (
     "Order of the columns of a fused B, where the file's own marker is missing or wrong."
@@ -28,6 +31,7 @@ B_LAYOUT_HELP = (
 GATE_UP_ROWS_HELP = "Order of B's rows in a 3-D gate_up_proj, on models that interleave their own."
 
 Skip = Annotated[list[str] | None, typer.Option(metavar="REGEX", help=SKIP_HELP)]
+Only = Annotated[list[str] | None, typer.Option(metavar="PART", help=ONLY_HELP)]
 Orientation = Annotated[Literal["normal", "swapped"] | None, typer.Option(help=ORIENTATION_HELP)]
 ExpertBLayout = Annotated[
     Literal["rank_major", "grouped_by_expert"] | None, typer.Option(help=B_LAYOUT_HELP)
@@ -50,11 +54,14 @@ def of_one(
     orientation: Literal["normal", "swapped"] | None,
     expert_b_layout: Literal["rank_major", "grouped_by_expert"] | None,
     gate_up_rows: Literal["concatenated", "interleaved"] | None,
+    only: Sequence[str] | None,
 ) -> ReadOptions:
     """Return the options of a command that reads one adapter."""
     from moegraft import ReadOptions
 
-    return ReadOptions(orientation, expert_b_layout, tuple(skip or ()), gate_up_rows=gate_up_rows)
+    return ReadOptions(
+        orientation, expert_b_layout, tuple(skip or ()), tuple(only or ()), gate_up_rows
+    )
 
 
 def file_policy(adapter_root: Path | None) -> FilePolicy:
@@ -70,6 +77,7 @@ def per_adapter(
     orientation: Sequence[str],
     expert_b_layout: Sequence[str],
     gate_up_rows: Sequence[str] = (),
+    only: Sequence[str] = (),
 ) -> dict[str, ReadOptions]:
     """Read ``[NAME=]VALUE`` options into one :class:`moegraft.ReadOptions` per adapter.
 
@@ -79,12 +87,13 @@ def per_adapter(
     """
     from moegraft import ReadOptions
 
-    if not adapters and (skip or orientation or expert_b_layout or gate_up_rows):
+    if not adapters and (skip or only or orientation or expert_b_layout or gate_up_rows):
         raise MoegraftError(
-            "--skip, --orientation, --expert-b-layout and --gate-up-rows say how to read an "
-            "adapter, but no --adapter is given."
+            "--skip, --only, --orientation, --expert-b-layout and --gate-up-rows say how to read "
+            "an adapter, but no --adapter is given."
         )
     skips = [_split("--skip", value, adapters) for value in skip]
+    parts = [_split("--only", value, adapters) for value in only]
     orientations = _one_each("--orientation", orientation, adapters)
     b_layouts = _one_each("--expert-b-layout", expert_b_layout, adapters)
     rows = _one_each("--gate-up-rows", gate_up_rows, adapters)
@@ -93,6 +102,7 @@ def per_adapter(
     for name in adapters:
         fields = {
             "skip": tuple(pattern for owner, pattern in skips if owner in (name, None)),
+            "only": tuple(part for owner, part in parts if owner in (name, None)),
             "orientation": orientations.get(name, orientations.get(None)),
             "expert_b_layout": b_layouts.get(name, b_layouts.get(None)),
             "gate_up_rows": rows.get(name, rows.get(None)),

@@ -8,6 +8,7 @@ experts layers of the model run on moegraft:
   vLLM's flags for one or the other; experts and projections may be missing.
 - Every tensor takes effect or the adapter is refused, by name. vLLM itself drops factors of modules
   that the model lacks.
+- With a root, adapters come from there only.
 - An adapter that fails on its way to a slot is taken out again.
 
 vLLM sends the text of the error that is raised here to whoever asked, over HTTP too.
@@ -30,6 +31,7 @@ from moegraft.hosts.vllm.answers import REFUSED
 from moegraft.hosts.vllm.counters import count
 from moegraft.hosts.vllm.experts_factors import bind_experts, experts_layers
 from moegraft.hosts.vllm.linear_checks import check_linears
+from moegraft.hosts.vllm.settings import check_folder, file_policy
 
 _loading_for: ContextVar[Any] = ContextVar("moegraft_loading_for", default=None)
 
@@ -68,7 +70,7 @@ def _reads(manager: Any, lora_dir: str) -> bool:
 
 def _read(cls: Any, manager: Any, lora_dir: str, **kwargs: Any) -> Any:
     """Return the ``LoRAModel`` of a folder; see vLLM's ``from_local_checkpoint``."""
-    source = read_adapter(lora_dir)
+    source = read_adapter(lora_dir, file_policy())
     skip = kwargs.get("skip_prefixes")
     others = {
         key: tensor
@@ -110,6 +112,7 @@ def _explaining(stock: Any) -> Any:
     def _load_adapter(self: Any, lora_request: Any) -> Any:
         token = _loading_for.set(self._adapter_manager)
         try:
+            check_folder(lora_request.lora_path)
             lora = stock(self, lora_request)
         except Exception as error:
             count("adapters_refused")
