@@ -15,17 +15,20 @@ from typing import BinaryIO
 
 import torch
 
+from moegraft.adapters.header import STORED_DTYPES
 from moegraft.errors import AdapterError, shorten
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """Where one tensor lies in a file.
+class CheckpointTensor:
+    """Where one tensor of a checkpoint lies in its file.
+
+    Unlike a :class:`moegraft.adapters.header.StoredTensor` it may have any dtype: most tensors are
+    only copied with the file.
 
     Attributes:
         name: key in the file.
@@ -41,12 +44,12 @@ class StoredTensor:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype; AdapterError for one that nothing can be added to."""
-        if self.dtype not in _DTYPES:
+        if self.dtype not in STORED_DTYPES:
             raise AdapterError(
                 f"{self.name} is stored as {self.dtype}: an adapter can be merged into float32, "
                 "bfloat16 and float16 weights only; use the checkpoint that was quantised."
             )
-        return _DTYPES[self.dtype]
+        return STORED_DTYPES[self.dtype]
 
     def read(self, file: BinaryIO, entry: int | None = None) -> torch.Tensor:
         """Read it into memory of its own, or entry ``entry`` of its first dimension."""
@@ -101,7 +104,7 @@ def other_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def stored_tensors(path: Path) -> list[StoredTensor]:
+def stored_tensors(path: Path) -> list[CheckpointTensor]:
     """Return the tensors of one file, in the order of its header.
 
     Raises:
@@ -114,7 +117,7 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
                 raise ValueError("its header is longer than the file")
             header = json.loads(file.read(length))
         return [
-            StoredTensor(
+            CheckpointTensor(
                 name, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
             )
             for name, entry in header.items()

@@ -18,7 +18,7 @@ import torch
 
 from moegraft.adapters.bind import BoundAdapter
 from moegraft.adapters.checkpoint import (
-    StoredTensor,
+    CheckpointTensor,
     other_files,
     stored_tensors,
     weight_files,
@@ -142,7 +142,7 @@ def _apply(file: BinaryIO, change: Place, bound: BoundAdapter, out_major: bool |
 
 
 def _write(
-    file: BinaryIO, tensor: StoredTensor, value: torch.Tensor, entry: int | None = None
+    file: BinaryIO, tensor: CheckpointTensor, value: torch.Tensor, entry: int | None = None
 ) -> None:
     """Write a merged value, rounded to the tensor's dtype."""
     rounded = value.to(tensor.torch_dtype)

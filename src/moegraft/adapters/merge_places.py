@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from moegraft.adapters.checkpoint import StoredTensor
+from moegraft.adapters.checkpoint import CheckpointTensor
 from moegraft.adapters.layouts.base import EXPERT_NAMES
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import AdapterError, shorten
@@ -30,7 +30,7 @@ class Place:
         expert: whose weight it is; None where it holds all experts, or is no expert's.
     """
 
-    tensor: StoredTensor
+    tensor: CheckpointTensor
     site: Site
     role: str
     expert: int | None
@@ -65,7 +65,7 @@ class Place:
         return projection.out_features, projection.in_features
 
 
-def find_place(tensor: StoredTensor, spec: ModelSpec) -> Place | None:
+def find_place(tensor: CheckpointTensor, spec: ModelSpec) -> Place | None:
     """Find the place of a checkpoint's tensor; None for none that takes an adapter."""
     single = _EXPERT.match(tensor.name)
     if single:
