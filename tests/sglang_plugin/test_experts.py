@@ -130,11 +130,14 @@ def test_router_weights_on_the_input(tmp_path: Path) -> None:
 
 
 def test_rows_past_the_slots_of_a_batch_are_base_rows(engine: Engine) -> None:
-    engine.add("a")
-    engine.prepare(("a", "a"))
-    case = Case(5)
-    names = ("a", "a", None, None, None)
-    assert error(engine.run(case), expected(engine, case, names)) < LIMIT
+    names = ("a", "b", "c", "d")
+    for seed, name in enumerate(names):
+        engine.add(name, seed=seed)
+    engine.prepare(names)
+    assert set(engine.manager.memory_pool.uid_to_buffer_id.values()) == set(range(SLOTS))
+    case = Case(7)
+    wanted = expected(engine, case, (*names, None, None, None))
+    assert error(engine.run(case), wanted) < LIMIT
 
 
 def test_layers_share_the_slots_until_a_capture_begins(engine: Engine) -> None:
