@@ -29,9 +29,10 @@ class PrefillConfig:
         tail_m: blocks with no more rows than this run with tiles of that height.
         gate_up, down: tiles of the GEMMs; gate and up have ``block_n`` columns each.
         shrink: ``block_n`` rows of one program, and its K step.
+        wide_shrink: the same for large ranks, with twice the groups at a time.
         shrink_groups: groups of rank rows that the shrink multiplies at a time.
+        shrink_shares: programs that share the groups of the same rows.
         stages: K steps in flight of the Hopper GEMMs.
-        registers: of a multiplying thread of these.
         hopper: the Hopper GEMMs run, not the portable ones.
     """
 
@@ -39,10 +40,11 @@ class PrefillConfig:
     tail_m: int = 64
     gate_up: GemmConfig = field(default_factory=lambda: GemmConfig(128, 64, 8, 3))
     down: GemmConfig = field(default_factory=lambda: GemmConfig(256, 64, 8, 3))
-    shrink: GemmConfig = field(default_factory=lambda: GemmConfig(64, 64, 4, 4))
+    shrink: GemmConfig = field(default_factory=lambda: GemmConfig(64, 128, 4, 3))
+    wide_shrink: GemmConfig = field(default_factory=lambda: GemmConfig(64, 64, 4, 3))
     shrink_groups: int = 4
+    shrink_shares: int = 2
     stages: int = 4
-    registers: int = 192
     hopper: bool = False
 
 

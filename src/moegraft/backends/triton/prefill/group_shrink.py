@@ -1,6 +1,6 @@
 """Stage ``lora_shrink`` for many rows: ``S = scale * A x`` of neighbouring projections.
 
-One program per part of a block of rows. It multiplies its rows by the A of a few groups at a time,
+A few programs per part of a block of rows. One multiplies its rows by the A of a few groups at a time,
 of gate and up at once; rows of other segments are not loaded, and their products not stored.
 """
 
@@ -13,6 +13,9 @@ import triton.language as tl
 from moegraft.backends.triton.prefill.block_groups import GROUP_RANKS, BlockGroups
 from moegraft.backends.triton.prefill.config import PrefillConfig
 from moegraft.backends.triton.prefill.route import Rows
+
+#: Above this rank, more groups at a time are faster.
+MANY_RANK_ROWS = 32
 
 
 @triton.jit(do_not_specialize=["max_groups", "group_stride"])
@@ -41,12 +44,14 @@ def group_shrink_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PASS: tl.constexpr,  # groups at a time
+    SHARES: tl.constexpr,  # programs that share a part's groups
     GROUPS: tl.constexpr,  # a power of two, max_groups at least
 ):
     """See the top of the file."""
     parts: tl.constexpr = BLOCK_ROWS // BLOCK_M
-    block = tl.program_id(0) // parts
-    part = tl.program_id(0) % parts
+    block = tl.program_id(0) // (parts * SHARES)
+    part = tl.program_id(0) // SHARES % parts
+    share = tl.program_id(0) % SHARES
     info = tl.load(block_info_ptr + block)
     live_rows = info % 256 - part * BLOCK_M
     if live_rows <= 0:
@@ -76,7 +81,7 @@ def group_shrink_kernel(
     q = tl.arange(0, SIDES * PASS * 16)
     side = q // (PASS * 16)
     s_stride = SIDES * side_stride
-    for g in range(begin, end, PASS):
+    for g in range(begin + share * PASS, end, PASS * SHARES):
         group = g + q // 16 % PASS
         is_group = group < end
         at = block_groups + side * group_stride + group * 4
@@ -133,19 +138,23 @@ def run_group_shrink(
         config: tiles.
     """
     projections = groups.a_groups.shape[0]
-    sides = 1 if down else projections - 1
-    first, tile = projections - 1 if down else 0, config.shrink
+    sides, tile, at_once = 1 if down else projections - 1, config.shrink, config.shrink_groups
+    if groups.rank_rows > MANY_RANK_ROWS:
+        tile, at_once = config.wide_shrink, 2 * at_once
+    first = projections - 1 if down else 0
     a_groups, b_groups = groups.a_groups[first:], groups.b_groups[first:]
     out = torch.empty(
         rows.num_blocks * config.block_m, sides * groups.rank_rows, dtype=x.dtype, device=x.device
     )
-    group_shrink_kernel[(rows.num_blocks * (config.block_m // tile.block_n),)](
+    shares = config.shrink_shares
+    parts = rows.num_blocks * (config.block_m // tile.block_n)
+    group_shrink_kernel[(parts * shares,)](
         x, out, groups.table.arena.data, rows.row_pair, rows.block_info, groups.row_segment,
         groups.counts[int(down)], a_groups, a_groups.view(torch.int32), b_groups.view(torch.int32),
         x.shape[1], x.stride(0), groups.rank_rows, groups.max_groups, groups.b_groups.stride(0),
         TOP_K=top_k, BY_TOKEN=not down, SIDES=sides, UNIT=groups.unit,
         EVEN_K=x.shape[1] % tile.block_k == 0, BLOCK_ROWS=config.block_m, BLOCK_M=tile.block_n,
-        BLOCK_K=tile.block_k, PASS=config.shrink_groups // sides,
+        BLOCK_K=tile.block_k, PASS=at_once // sides, SHARES=shares,
         GROUPS=triton.next_power_of_2(groups.max_groups), num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip

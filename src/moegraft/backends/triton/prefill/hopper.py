@@ -20,7 +20,8 @@ from moegraft.backends.triton.prefill.block_groups import BlockGroups, run_block
 from moegraft.backends.triton.prefill.config import PrefillConfig
 from moegraft.backends.triton.prefill.group_shrink import run_group_shrink
 from moegraft.backends.triton.prefill.hopper_gemm import hopper_gemm_kernel
-from moegraft.backends.triton.prefill.route import Rows, run_route, token_order
+from moegraft.backends.triton.prefill.route import Rows, run_route
+from moegraft.backends.triton.prefill.token_order import token_order
 from moegraft.backends.triton.workspace import y_dtype
 from moegraft.call import LayerCall
 from moegraft.types import ExpertWeights
@@ -56,7 +57,7 @@ def run_hopper(call: LayerCall, out: torch.Tensor, config: PrefillConfig) -> tor
         x = x.contiguous().clone()
     top_k, hidden = call.topk_ids.shape[1], weights.hidden
     slots = call.slots if call.lora and table is not None else None
-    order = None if slots is None else token_order(slots)
+    order = None if slots is None or table is None else token_order(slots, table.num_slots)
     rows = run_route(call.topk_ids, order, weights.num_experts, config.block_m, call.expert_offset)
     groups = None
     if slots is not None and table is not None:
@@ -75,9 +76,9 @@ def _grid(rows: Rows, tiles: int) -> tuple[int]:
     return (min(device_facts().num_sms, rows.num_blocks * tiles),)
 
 
-def _constants(weights: ExpertWeights, config: PrefillConfig) -> dict[str, Any]:
+def _constants(weights: ExpertWeights, config: PrefillConfig, lora: bool) -> dict[str, Any]:
     return {
-        "STAGES": config.stages, "REGISTERS": config.registers,
+        "STAGES": config.stages, "LORA": lora,
         "INF": _INFINITY[weights.dtype], "num_warps": 4,
     }  # fmt: skip
 
@@ -87,9 +88,7 @@ def _gate_up(
     top_k: int, config: PrefillConfig,
 ) -> torch.Tensor:  # fmt: skip
     hidden, inter, bias = weights.hidden, weights.intermediate, weights.gate_up_bias
-    h = torch.empty(
-        rows.num_blocks * config.block_m, inter, dtype=weights.dtype, device=x.device
-    )
+    h = torch.empty(rows.num_blocks * config.block_m, inter, dtype=weights.dtype, device=x.device)
     s = None
     if groups is not None:
         s = run_group_shrink(x, groups, False, rows, top_k, config)
@@ -105,8 +104,8 @@ def _gate_up(
         rows.row_pair, rows.block_info, rows.block_info[rows.num_blocks:], *tensors,
         hidden, inter, x.stride(0), 0 if bias is None else bias.stride(0), tiles, *numbers,
         GATHER=True, TOP_K=top_k, WEIGHTED=False, START0=start, START1=up if is_gated else 128,
-        HAS_BIAS=bias is not None, LORA=s is not None, EVEN_K=hidden % 64 == 0, **constants,
-        **_constants(weights, config),
+        HAS_BIAS=bias is not None, EVEN_K=hidden % 64 == 0, **constants,
+        **_constants(weights, config, s is not None),
     )  # fmt: skip
     return h
 
@@ -130,6 +129,6 @@ def _down(
         inter, hidden, h.stride(0), 0 if bias is None else bias.stride(0), tiles, *numbers,
         GATHER=False, TOP_K=top_k, GATED=False, WEIGHTED=True, START0=0, START1=128,
         HAS_BIAS=bias is not None, KIND="silu", ALPHA=1.0, HAS_LIMIT=False, LIMIT=0.0,
-        UP_SHIFT=0.0, LORA=s is not None, EVEN_K=inter % 64 == 0, **_constants(weights, config),
+        UP_SHIFT=0.0, EVEN_K=inter % 64 == 0, **_constants(weights, config, s is not None),
     )  # fmt: skip
     return y

@@ -24,7 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moegraft.backends.triton.activation import gated, pointwise
-from moegraft.backends.triton.prefill.factor_tiles import copy_s, mend, store_b
+from moegraft.backends.triton.prefill.factor_tiles import (
+    b_words,
+    broken_values,
+    copy_s,
+    load_b,
+    mend,
+    places,
+    store_b,
+)
 
 
 @gluon.jit
@@ -45,23 +53,83 @@ def _tokens(info, row_pair_ptr, block, TOP_K: gl.constexpr):
 
 
 @gluon.jit
-def _load(
-    a_bufs, w_bufs, flags, full, empty, x_ptr, h_desc, weight_desc, row_pair_ptr, block_info_ptr, s_ptr,
-    row_segment_ptr, group_count_ptr, groups_ptr, groups_i32_ptr, arena_ptr, items, num_tiles,
-    size_k, size_n, x_stride, s_stride, side_stride, max_groups, group_stride, GATHER: gl.constexpr,
-    TOP_K: gl.constexpr, GATED: gl.constexpr, START0: gl.constexpr, START1: gl.constexpr,
-    LORA: gl.constexpr, EVEN_K: gl.constexpr, STAGES: gl.constexpr, INF: gl.constexpr,
+def _load_k(
+    a_bufs, w_bufs, full, empty, stage, phase, x_ptrs, mask, h_desc, weight_desc, row, first, k0,
+    size_k, GATHER: gl.constexpr, START0: gl.constexpr, START1: gl.constexpr,
+    EVEN_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the stages, in the order in which both multiplying warp groups read them."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    """Fill a stage of the base product; return the next one."""
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-    # Halves of a stage of weights, as the tensor map fills them and as tiles of B.
     w_halves = w_bufs._reinterpret(w_bufs.dtype, [2 * STAGES, 128, 64], half)
+    a_tile = a_bufs.index(stage)
+    ready = full.index(stage)
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    mbarrier.expect(ready, 256 * 64 * 2 if GATHER else (256 + 128) * 64 * 2)
+    tma.async_copy_global_to_shared(
+        weight_desc, [first + START0, k0], ready, w_halves.index(2 * stage)
+    )
+    tma.async_copy_global_to_shared(
+        weight_desc, [first + START1, k0], ready, w_halves.index(2 * stage + 1)
+    )
+    if GATHER:
+        if not EVEN_K:
+            layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+            k = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
+            mask = mask & (k0 + k < size_k)[None, :]
+        async_copy.async_copy_global_to_shared(a_tile, x_ptrs + k0, mask=mask)
+        async_copy.mbarrier_arrive(ready, increment_count=False)
+    else:
+        tma.async_copy_global_to_shared(h_desc, [row, k0], ready, a_tile)
+    return _next(stage, phase, STAGES)
+
+
+@gluon.jit
+def _load_step(
+    a_bufs, w_bufs, flags, full, empty, stage, phase, s_ptr, s_stride, row_segment, segment, r0, b,
+    c, is_broken, ARRIVALS: gl.constexpr, BOTH: gl.constexpr, STAGES: gl.constexpr,
+    INF: gl.constexpr,
+):  # fmt: skip
+    """Fill a stage with S of four groups, and their B, with BOTH also ``c``; return the next."""
+    half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
     b_tiles = w_bufs._reinterpret(w_bufs.dtype, [2 * STAGES, 64, 128], half)
+    a_tile = a_bufs.index(stage)
+    b_tile = b_tiles.index(2 * stage)
+    c_tile = b_tiles.index(2 * stage + 1)
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    copy_s(s_ptr, s_stride, row_segment, segment, r0, a_tile)
+    store_b(b, b_tile)
+    if BOTH:
+        store_b(c, c_tile)
+    if is_broken:
+        mend(row_segment, segment, a_tile, b_tile, flags, INF)
+        if BOTH:
+            mend(row_segment, segment, a_tile, c_tile, flags, INF)
+    async_copy.mbarrier_arrive(full.index(stage))
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(full.index(stage), count=ARRIVALS)
+    return _next(stage, phase, STAGES)
+
+
+@gluon.jit
+def _load(
+    a_bufs, w_bufs, flags, full, empty, x_ptr, h_desc, weight_desc, row_pair_ptr, block_info_ptr,
+    s_ptr, row_segment_ptr, group_count_ptr, groups_ptr, groups_i32_ptr, arena_ptr, items,
+    num_tiles, size_k, size_n, x_stride, s_stride, side_stride, max_groups, group_stride,
+    GATHER: gl.constexpr, TOP_K: gl.constexpr, GATED: gl.constexpr, START0: gl.constexpr,
+    START1: gl.constexpr, LORA: gl.constexpr, EVEN_K: gl.constexpr, STAGES: gl.constexpr,
+    INF: gl.constexpr,
+):  # fmt: skip
+    """Fill the stages, in the order in which both multiplying warp groups read them.
+
+    Nothing here may wait for memory while stages run dry: of the first four groups, where B lies is
+    asked for ahead of an item, and B itself a few stages later.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     sides: gl.constexpr = 2 if GATED else 1
     columns: gl.constexpr = 128 if GATED else 256
     arrivals: gl.constexpr = 129 if GATHER else 1
-    w_bytes: gl.constexpr = 256 * 64 * 2
+    second: gl.constexpr = 0 if GATED else 128
     k = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
     m = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
     stage = gl.to_tensor(0)
@@ -75,68 +143,58 @@ def _load(
         expert = info // 256
         later = item + gl.num_programs(0)
         info = gl.load(block_info_ptr + later // num_tiles, mask=later < items, other=0)
+        head = gl.minimum(size_k, STAGES * 64)
+        if LORA:
+            count = gl.load(group_count_ptr + block)
+            row_segment = gl.load(row_segment_ptr + block.to(gl.int64) * 128 + m)
+            at = block.to(gl.int64) * (max_groups * 4)
+            second_at = group_stride if GATED else 0
+            segment, r0 = places(groups_i32_ptr + at * 2)
+            words = b_words(groups_ptr + at)
+            more_words = b_words(groups_ptr + at + second_at) if GATED else words
         first = expert * (sides * size_n) + tile * columns
         x_ptrs = x_ptr + (tokens.to(gl.int64) * x_stride)[:, None] + k[None, :]
         mask = live[:, None] & (k < 64)[None, :]
         if GATHER:
-            # Asked for now, needed behind this item.
             tokens, live = _tokens(info, row_pair_ptr, later // num_tiles, TOP_K)
-        for k0 in range(0, size_k, 64):
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            ready = full.index(stage)
-            mbarrier.expect(ready, w_bytes if GATHER else w_bytes + 128 * 64 * 2)
-            tma.async_copy_global_to_shared(
-                weight_desc, [first + START0, k0], ready, w_halves.index(2 * stage)
-            )
-            tma.async_copy_global_to_shared(
-                weight_desc, [first + START1, k0], ready, w_halves.index(2 * stage + 1)
-            )
-            if GATHER:
-                if EVEN_K:
-                    async_copy.async_copy_global_to_shared(
-                        a_bufs.index(stage), x_ptrs + k0, mask=mask
-                    )
-                else:
-                    async_copy.async_copy_global_to_shared(
-                        a_bufs.index(stage), x_ptrs + k0, mask=mask & (k0 + k < size_k)[None, :]
-                    )
-                async_copy.mbarrier_arrive(ready, increment_count=False)
-            else:
-                tma.async_copy_global_to_shared(
-                    h_desc, [block * 128, k0], ready, a_bufs.index(stage)
-                )
-            stage, phase = _next(stage, phase, STAGES)
+        for k0 in range(0, head, 64):
+            stage, phase = _load_k(
+                a_bufs, w_bufs, full, empty, stage, phase, x_ptrs, mask, h_desc, weight_desc,
+                block * 128, first, k0, size_k, GATHER, START0, START1, EVEN_K, STAGES,
+            )  # fmt: skip
         if LORA:
-            row_segment = gl.load(row_segment_ptr + block.to(gl.int64) * 128 + m)
-            block_s_ptr = s_ptr + block.to(gl.int64) * 128 * s_stride
             column = tile * columns
-            block_groups = block.to(gl.int64) * (max_groups * 4)
-            count = gl.load(group_count_ptr + block)
+            left = gl.where(count > 0, size_n - column, 0)
+            b = load_b(arena_ptr + column, words, left)
+            c = load_b(arena_ptr + column + second, more_words, left - second)
+        for k0 in range(head, size_k, 64):
+            stage, phase = _load_k(
+                a_bufs, w_bufs, full, empty, stage, phase, x_ptrs, mask, h_desc, weight_desc,
+                block * 128, first, k0, size_k, GATHER, START0, START1, EVEN_K, STAGES,
+            )  # fmt: skip
+        if LORA:
+            block_s_ptr = s_ptr + block.to(gl.int64) * 128 * s_stride
             for group in range(0, count, 4):
-                for side in gl.static_range(sides):
-                    at = block_groups + side * group_stride + group * 4
-                    words = groups_ptr + at
-                    words_i32 = groups_i32_ptr + at * 2
-                    mbarrier.wait(empty.index(stage), phase ^ 1)
-                    a_tile = a_bufs.index(stage)
-                    b_tile = b_tiles.index(2 * stage)
-                    copy_s(block_s_ptr + side * side_stride, s_stride, row_segment, words_i32, a_tile)
-                    broken = store_b(arena_ptr + column, words, size_n - column, b_tile, INF)
-                    if not GATED:
-                        broken |= store_b(
-                            arena_ptr + column + 128, words, size_n - column - 128,
-                            b_tiles.index(2 * stage + 1), INF,
-                        )  # fmt: skip
-                    if gl.max(gl.max(broken, 1), 0) > 0:
-                        mend(row_segment, words_i32, a_tile, b_tile, flags, INF)
-                        if not GATED:
-                            other = b_tiles.index(2 * stage + 1)
-                            mend(row_segment, words_i32, a_tile, other, flags, INF)
-                    async_copy.mbarrier_arrive(full.index(stage))
-                    fence_async_shared()
-                    gl.thread_barrier()
-                    mbarrier.arrive(full.index(stage), count=arrivals)
-                    stage, phase = _next(stage, phase, STAGES)
+                if group > 0:
+                    step_at = at + group * 4
+                    segment, r0 = places(groups_i32_ptr + step_at * 2)
+                    words = b_words(groups_ptr + step_at)
+                    b = load_b(arena_ptr + column, words, left)
+                    if GATED:
+                        words = b_words(groups_ptr + step_at + second_at)
+                    c = load_b(arena_ptr + column + second, words, left - second)
+                broken = broken_values(b, INF) | broken_values(c, INF)
+                is_broken = gl.max(gl.max(broken, 1), 0) > 0
+                stage, phase = _load_step(
+                    a_bufs, w_bufs, flags, full, empty, stage, phase, block_s_ptr, s_stride,
+                    row_segment, segment, r0, b, c, is_broken, arrivals, not GATED, STAGES, INF,
+                )  # fmt: skip
+                if GATED:
+                    stage, phase = _load_step(
+                        a_bufs, w_bufs, flags, full, empty, stage, phase,
+                        block_s_ptr + side_stride, s_stride, row_segment, segment, r0, c, c,
+                        is_broken, arrivals, False, STAGES, INF,
+                    )  # fmt: skip
         item = later
 
 
@@ -189,9 +247,7 @@ def _multiply(
         if live_rows > first:
             if WEIGHTED:
                 row_mask = m < live_rows
-                pairs = gl.load(
-                    row_pair_ptr + block.to(gl.int64) * 128 + m, mask=row_mask, other=0
-                )
+                pairs = gl.load(row_pair_ptr + block.to(gl.int64) * 128 + m, mask=row_mask, other=0)
                 weight = gl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0).to(gl.float32)
             acc = gl.zeros([64, 256], gl.float32, whole)
             # Another value than `stage`: the compiler takes equal ones for one that does not change.
@@ -299,7 +355,6 @@ def hopper_gemm_kernel(
     EVEN_K: gl.constexpr,
     STAGES: gl.constexpr,
     INF: gl.constexpr,
-    REGISTERS: gl.constexpr,
 ):
     """See the top of the file."""
     dtype: gl.constexpr = weight_desc.dtype
@@ -319,9 +374,10 @@ def hopper_gemm_kernel(
         [
             (_load, (
                 a_bufs, w_bufs, flags, full, empty, x_ptr, h_desc, weight_desc, row_pair_ptr,
-                block_info_ptr, s_ptr, row_segment_ptr, group_count_ptr, groups_ptr, groups_i32_ptr,
-                arena_ptr, items, num_tiles, size_k, size_n, x_stride, s_stride, side_stride, max_groups,
-                group_stride, GATHER, TOP_K, GATED, START0, START1, LORA, EVEN_K, STAGES, INF,
+                block_info_ptr, s_ptr, row_segment_ptr, group_count_ptr, groups_ptr,
+                groups_i32_ptr, arena_ptr, items, num_tiles, size_k, size_n, x_stride, s_stride,
+                side_stride, max_groups, group_stride, GATHER, TOP_K, GATED, START0, START1, LORA,
+                EVEN_K, STAGES, INF,
             )),
             (_multiply, (
                 a_bufs, w_bufs, c_bufs, full, empty, out_desc, bias_ptr, topk_weights_ptr,
@@ -337,5 +393,5 @@ def hopper_gemm_kernel(
             )),
         ],
         [4, 4],
-        [REGISTERS, REGISTERS],
+        [168, 168],  # a third each: the most that the compiler gives a thread of 384 anyway
     )  # fmt: skip

@@ -16,8 +16,9 @@ from moegraft.backends.triton.prefill.block_segments import BlockSegments, run_b
 from moegraft.backends.triton.prefill.config import PrefillConfig, has_tensor_map, max_pairs
 from moegraft.backends.triton.prefill.down import prefill_down_kernel
 from moegraft.backends.triton.prefill.gate_up import prefill_gate_up_kernel
-from moegraft.backends.triton.prefill.route import Rows, run_route, token_order
+from moegraft.backends.triton.prefill.route import Rows, run_route
 from moegraft.backends.triton.prefill.shrink import run_shrink
+from moegraft.backends.triton.prefill.token_order import token_order
 from moegraft.backends.triton.workspace import y_dtype
 from moegraft.call import LayerCall
 from moegraft.types import ExpertWeights
@@ -73,7 +74,7 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
         return run_hopper(call, out, config)
     top_k, hidden = call.topk_ids.shape[1], weights.hidden
     slots = call.slots if call.lora else None
-    order = None if slots is None else token_order(slots)
+    order = None if slots is None or table is None else token_order(slots, table.num_slots)
     rows = run_route(call.topk_ids, order, weights.num_experts, config.block_m, call.expert_offset)
     segments = None
     if slots is not None and table is not None:

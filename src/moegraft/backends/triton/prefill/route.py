@@ -17,9 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from moegraft.backends.triton.token_segments import is_capturing
-from moegraft.types import TokenSlots
-
 #: Pairs of one program.
 CHUNK = 1024
 #: Programs that write the blocks.
@@ -160,16 +157,6 @@ class Rows:
     row_pair: torch.Tensor
     pair_row: torch.Tensor
     block_info: torch.Tensor
-
-
-def token_order(slots: TokenSlots) -> torch.Tensor:
-    """Return the tokens sorted by slot, stable, made once per step."""
-    key = ("token_order", is_capturing(slots))
-    found = slots.cache.get(key)
-    if found is None:
-        found = slots.cache[key] = slots.slots.sort(stable=True).indices
-    assert isinstance(found, torch.Tensor)
-    return found
 
 
 def run_route(
