@@ -60,8 +60,8 @@ def test_every_case_is_recorded_with_its_limit_and_all_ways() -> None:
 def test_the_bars_compare_the_first_backend() -> None:
     record = {
         "part": "layer", "model": BAR_SHAPE.name, "dtype": "bfloat16", "tokens": 64,
-        "backends": ["cpp", "cpu"], "limit_us": 50.0,
-        "ways": {name: {"us": us} for name, us in (
+        "backends": ["cpp", "cpu"], "limit_us": 50.0, "limit_us_least": 25.0,
+        "ways": {name: {"us": us, "us_least": us / 2} for name, us in (
             ("cpp base", 100.0), ("cpp lora", 121.0), ("cpu base", 9.0), ("cpu lora", 9.0),
             ("grouped_mm", 130.0), ("eager", 9.0))},
     }  # fmt: skip

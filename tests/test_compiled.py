@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import compiled
 import moegraft.backends.cpp as cpp
+import moegraft.backends.cpp.library as library_module
 from cpu_layer import DTYPES, mixed_adapters
 from moegraft.backends.cpp import build
 from moegraft.backends.cpp.build import BuildError
@@ -22,6 +23,7 @@ from moegraft.backends.cpp.library import Library, best_library
 from moegraft.backends.cpu import CpuStages
 from moegraft.backends.cpu.grouped import ALL_ROWS
 from moegraft.call import LayerCall
+from moegraft.errors import MoegraftError
 from moegraft.factor_table import site_table
 from moegraft.layer import MoeLoraLayer, run_stages
 from moegraft.linear import LinearLora
@@ -251,7 +253,7 @@ def test_without_a_build_there_is_a_reason_one_log_line_and_torch(
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     build.library_path.cache_clear()
-    best_library.cache_clear()
+    library_module._library.cache_clear()
     try:
         with caplog.at_level(logging.INFO, "moegraft"):
             case = wide_case(9, torch.float32)
@@ -263,4 +265,19 @@ def test_without_a_build_there_is_a_reason_one_log_line_and_torch(
         assert len([r for r in caplog.records if "no compiled kernels" in r.message]) == 1
     finally:
         build.library_path.cache_clear()
-        best_library.cache_clear()
+        library_module._library.cache_clear()
+
+
+def test_instructions_may_be_chosen_among_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled.require()
+    worst = available()[-1]
+    monkeypatch.setenv("MOEGRAFT_COMPILE", worst.name)
+    chosen = best_library()
+    assert isinstance(chosen, Library) and chosen.instructions == worst
+    case = wide_case(3, torch.float32)
+    layer = case.layer("cpp")
+    assert f"compiled for {worst.name}: " in layer.plan(3, 2).explain()
+    assert_case(case, layer)
+    monkeypatch.setenv("MOEGRAFT_COMPILE", "mmx")
+    with pytest.raises(MoegraftError, match=f"MOEGRAFT_COMPILE='mmx'.*{worst.name}"):
+        case.layer()

@@ -5,7 +5,8 @@ variable                   default      meaning
 =========================  ===========  ==========================================================
 ``MOEGRAFT_ADAPTER_ROOT``  (anywhere)   folder that the vLLM plugin's adapters must lie in
 ``MOEGRAFT_BACKEND``       (by plan)    force a backend by name; an impossible choice raises
-``MOEGRAFT_COMPILE``       ``1``        ``0`` = no kernels are compiled for the CPU
+``MOEGRAFT_COMPILE``       ``1``        ``0`` = no compiled CPU kernels; ``avx2`` .. = for these
+                                        instructions rather than the processor's best
 ``MOEGRAFT_LOG``           ``WARNING``  level of the ``moegraft`` logger
 ``MOEGRAFT_SGLANG``        (versions)   the SGLang plugin: ``0`` = off, ``1`` = on in any version
 ``MOEGRAFT_VLLM``          (versions)   the vLLM plugin: ``0`` = off, ``1`` = on in any version
@@ -47,22 +48,10 @@ def log_level() -> str:
     return level
 
 
-def compiled_kernels() -> bool:
-    """Return False when ``MOEGRAFT_COMPILE=0`` leaves the CPU to torch's operators.
-
-    Raises:
-        MoegraftError: the value is neither 0 nor 1.
-    """
-    return _switch("MOEGRAFT_COMPILE") is not False
-
-
-def sglang_setting() -> bool | None:
-    """Return what ``MOEGRAFT_SGLANG`` says: False = off, True = on in any version; None = unset.
-
-    Raises:
-        MoegraftError: the value is neither 0 nor 1.
-    """
-    return _switch("MOEGRAFT_SGLANG")
+def compiled_kernels() -> str:
+    """Return ``MOEGRAFT_COMPILE``: ``"0"`` = no compiled CPU kernels, ``"1"`` (unset) = for the
+    processor's best instructions, else the name of an instruction set."""
+    return os.environ.get("MOEGRAFT_COMPILE") or "1"
 
 
 def vllm_setting() -> bool | None:

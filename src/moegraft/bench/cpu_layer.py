@@ -96,13 +96,18 @@ def _record(
     values = 3 * shape.hidden * shape.intermediate
     num_bytes = touched * values * options.dtype.itemsize
     flops = 2 * tokens * shape.top_k * values
-    read = 4 * _READ_ELEMENTS / spent["read"].median
-    product_flops = {
-        "product": _product_flops(shape),
+    products = {
+        "product": 4 * _PRODUCT_ROWS * _own(shape),
         "own product": 6 * _PRODUCT_ROWS * _own(shape),
     }
-    rate = max(work / spent[name].median for name, work in product_flops.items() if name in spent)
-    limit = max(num_bytes / read, flops / rate)
+
+    def limit(seconds: Callable[[Spent], float]) -> tuple[float, float, float]:
+        """Return the limit, bytes read per second, and the best rate of products."""
+        read = 4 * _READ_ELEMENTS / seconds(spent["read"])
+        rate = max(work / seconds(spent[name]) for name, work in products.items())
+        return max(num_bytes / read, flops / rate), read, rate
+
+    median, read, rate = limit(lambda found: found.median)
     return {
         "part": "layer",
         "model": shape.name,
@@ -112,13 +117,12 @@ def _record(
         "rank": options.rank,
         "touched_experts": touched,
         "limits": {"read_gb_s": read / 1e9, "product_gflops": rate / 1e9},
-        "limit_us": limit * 1e6,
+        "limit_us": median * 1e6,
+        "limit_us_least": limit(lambda found: found.least)[0] * 1e6,
         "limit_is": "memory" if num_bytes / read >= flops / rate else "arithmetic",
         "backends": list(options.backends),
         "ways": {
-            name: found.record()
-            for name, found in spent.items()
-            if name not in ("read", *product_flops)
+            name: found.record() for name, found in spent.items() if name not in ("read", *products)
         },
         "why": list(layers[options.backends[0]].plan(tokens, shape.top_k).reasons),
     }
@@ -126,10 +130,6 @@ def _record(
 
 def _own(shape: ModelShape) -> int:
     return shape.hidden * shape.intermediate
-
-
-def _product_flops(shape: ModelShape) -> int:
-    return 4 * _PRODUCT_ROWS * _own(shape)
 
 
 def _limit_ways(

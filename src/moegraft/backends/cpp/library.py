@@ -10,7 +10,8 @@ import torch
 
 from moegraft.backends.cpp.build import BuildError, library_path
 from moegraft.backends.cpp.instructions import InstructionSet, available
-from moegraft.env import logger
+from moegraft.env import compiled_kernels, logger
+from moegraft.errors import MoegraftError
 
 #: The numbers of dtypes, orders and activations in the source.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -101,14 +102,30 @@ class Library:
             raise MemoryError("The CPU kernels found no memory for the rows of a batch.")
 
 
-@cache
 def best_library() -> Library | BuildError:
-    """Return the library for the best instructions here, or why there is none; logs that once."""
+    """Return the library that ``MOEGRAFT_COMPILE`` asks for, by default for the best instructions
+    here, or why there is none; the reason is logged once.
+
+    Raises:
+        MoegraftError: the setting names instructions that this processor doesn't have.
+    """
+    return _library(compiled_kernels())
+
+
+@cache
+def _library(setting: str) -> Library | BuildError:
+    sets = {found.name: found for found in available()}
+    if setting not in ("0", "1", *sets):
+        raise MoegraftError(
+            f"MOEGRAFT_COMPILE={setting!r}: use 0, 1, or instructions of this processor: "
+            f"{', '.join(sets) or 'none are known'}."
+        )
     try:
-        sets = available()
+        if setting == "0":
+            raise BuildError("MOEGRAFT_COMPILE=0")
         if not sets:
             raise BuildError("this processor has none of the instruction sets that are served")
-        return Library(sets[0])
+        return Library(sets.get(setting) or next(iter(sets.values())))
     except BuildError as error:
         logger.info("The CPU runs on torch's operators: no compiled kernels (%s).", error)
         return error
