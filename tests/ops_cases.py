@@ -118,7 +118,7 @@ def _local_pairs(case: LayerCase) -> Any:
 
 
 def routed(case: LayerCase, **options: Any) -> Any:
-    """Call ``routed_moe_lora`` on a case with plain ids and weights."""
+    """Call ``routed_moe_lora``, or its sibling for a format, with plain ids and weights."""
     defaults: dict[str, Any] = {
         "topk_weights": case.routing.topk_weights,
         "local_expert_offset": case.expert_offset,
@@ -127,12 +127,19 @@ def routed(case: LayerCase, **options: Any) -> Any:
     }
     if options.get("do_finalize", True):
         defaults["routed_scaling_factor"] = case.scale
-    return ops.routed_moe_lora(
-        case.routing.topk_ids,
-        case.x,
-        case.weights.gate_up,
-        case.weights.down,
-        **{**defaults, **options},
+    ids, w, scales = case.routing.topk_ids, case.weights, case.weights.scales
+    options = {**defaults, **options}
+    if scales is None:
+        return ops.routed_moe_lora(ids, case.x, w.gate_up, w.down, **options)
+    tensors = (ids, case.x, w.gate_up, scales.gate_up, w.down, scales.down)
+    if w.weight_format.startswith("fp8-block"):
+        w8a8 = w.weight_format == "fp8-block"
+        return ops.fp8_block_scale_routed_moe_lora(*tensors, quantise_activations=w8a8, **options)
+    return ops.fp4_block_scale_routed_moe_lora(
+        *tensors,
+        gemm1_global_scale=scales.gate_up_global,
+        gemm2_global_scale=scales.down_global,
+        **options,
     )
 
 

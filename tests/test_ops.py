@@ -279,9 +279,12 @@ def test_slots_as_a_tensor_equal_token_slots() -> None:
         ops.moe_lora(*args, TokenSlots.captured(slots), backend="cpu")
 
 
-def test_the_example_of_the_docs_runs() -> None:
+def test_the_examples_of_the_docs_run() -> None:
     from pathlib import Path
 
     text = (Path(__file__).parents[1] / "docs" / "ops.md").read_text()
-    code = text.split("```python\n")[1].split("```")[0]
-    exec(compile(code, "docs/ops.md", "exec"), {})
+    names: dict[str, object] = {}
+    for block in text.split("```python\n")[1:]:
+        exec(compile(block.split("```")[0], "docs/ops.md", "exec"), names)
+    packed = names["packed"]
+    assert isinstance(packed, torch.Tensor) and packed.shape == (4, 8)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moegraft import ops
+from moegraft.ops.moe_lora import format_arguments
 from moegraft.testing import LayerCase, assert_close
 from moegraft.types import TokenSlots, WeightLayout
 from ops_cases import BACKENDS, HostDelta, ops_case
@@ -35,8 +36,9 @@ def routed_args(case: LayerCase, backend: str, lora: bool = True) -> tuple[Any, 
     w = case.weights
     delta = HostDelta.of(case).gate_up.nan_to_num().flatten(0, 1) if lora else None
     return (
-        case.x, case.routing.topk_ids, case.routing.topk_weights, w.gate_up, w.down, delta,
-        w.layout.gate_up_order, "silu", None, 1.0, 0.0, case.expert_offset,
+        case.x, case.routing.topk_ids, case.routing.topk_weights, w.gate_up, w.down,
+        *format_arguments(w), delta, w.layout.gate_up_order, "silu", None, 1.0, 0.0,
+        case.expert_offset,
     )  # fmt: skip
 
 
@@ -73,9 +75,10 @@ def test_opcheck_finds_nothing_in_the_whole_layer(name: str, backend: str) -> No
     table, w, slots = case.table(), case.weights, case.slots()
     assert table.expert_map is not None
     args = (
-        case.x, case.routing.topk_ids, case.routing.topk_weights, w.gate_up, w.down, None, None,
-        table.arena.data, table.records, table.expert_map, slots.slots, list(slots.live), False,
-        w.layout.gate_up_order, True, "silu", None, 1.0, 0.0, table.max_rank, 0, 1.5, "", backend,
+        case.x, case.routing.topk_ids, case.routing.topk_weights, w.gate_up, w.down,
+        *format_arguments(w), None, None, table.arena.data, table.records, table.expert_map,
+        slots.slots, list(slots.live), False, w.layout.gate_up_order, True, "silu", None, 1.0, 0.0,
+        table.max_rank, 0, 1.5, "", backend,
         torch.zeros_like(case.x),
     )  # fmt: skip
     torch.library.opcheck(torch.ops.moegraft.moe_lora, args)

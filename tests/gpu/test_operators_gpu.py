@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from moegraft import ops
 from moegraft.adapters.foreign import packed_pool, stacked_pool
+from moegraft.ops.moe_lora import format_arguments
 from moegraft.testing import assert_bit_equal, assert_close, assert_delta_close
 from moegraft.types import LoraFactor, SiteFactors
 from ops_cases import HostDelta, gpu_case, routed
@@ -28,8 +29,8 @@ def test_opcheck_finds_nothing_on_the_gpu() -> None:
     rows = torch.zeros(ids.numel(), 256, dtype=BF16, device="cuda")
     index = torch.zeros(ids.numel(), dtype=torch.int32, device="cuda")
     args = (
-        case.x, ids, case.routing.topk_weights, w.gate_up, w.down, delta, "gate_first", "silu",
-        None, 1.0, 0.0, 0,
+        case.x, ids, case.routing.topk_weights, w.gate_up, w.down, *format_arguments(w),
+        delta, "gate_first", "silu", None, 1.0, 0.0, 0,
     )  # fmt: skip
     end, out = (0, 0, True, ""), torch.zeros_like(case.x)
     moegraft = torch.ops.moegraft
@@ -41,7 +42,8 @@ def test_opcheck_finds_nothing_on_the_gpu() -> None:
     torch.library.opcheck(moegraft.finalize_moe_lora, (*args, out))
     torch.library.opcheck(moegraft.add_down_delta, (out, down, ids, 0, 8, 1.5, ""))
     args = (
-        case.x, ids, case.routing.topk_weights, w.gate_up, w.down, None, None, table.arena.data,
+        case.x, ids, case.routing.topk_weights, w.gate_up, w.down, *format_arguments(w),
+        None, None, table.arena.data,
         table.records, table.expert_map, slots.slots, list(slots.live), False, "gate_first", True,
         "silu", None, 1.0, 0.0, table.max_rank, 0, 1.5, "", "", out,
     )  # fmt: skip

@@ -8,11 +8,16 @@ operators ``torch.ops.moegraft.*`` that write to their outputs.
 """
 
 from moegraft.ops.activation_types import ActivationLike
+from moegraft.ops.block_scale import (
+    fp4_block_scale_routed_moe_lora,
+    fp8_block_scale_routed_moe_lora,
+)
 from moegraft.ops.choose import choose_experts, choose_experts_packed
 from moegraft.ops.finalize import add_down_delta, finalize_moe_lora
 from moegraft.ops.moe_lora import moe_lora
 from moegraft.ops.pack import pack_topk, unpack_topk
-from moegraft.ops.routed import UnfinalizedRows, routed_moe_lora
+from moegraft.ops.routed import routed_moe_lora
+from moegraft.ops.routed_core import UnfinalizedRows
 
 __all__ = [
     "ActivationLike",
@@ -21,6 +26,8 @@ __all__ = [
     "choose_experts",
     "choose_experts_packed",
     "finalize_moe_lora",
+    "fp4_block_scale_routed_moe_lora",
+    "fp8_block_scale_routed_moe_lora",
     "moe_lora",
     "pack_topk",
     "routed_moe_lora",

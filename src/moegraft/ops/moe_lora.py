@@ -95,6 +95,19 @@ def _slots(
     return TokenSlots.of(token_slots, device)
 
 
+def format_arguments(
+    experts: ExpertWeights,
+) -> tuple[str, list[torch.Tensor], torch.dtype | None]:
+    """Return what an operator takes of the weights' format: name, scales, activations' dtype."""
+    scales = experts.scales
+    if scales is None:
+        return experts.weight_format, [], None
+    found = [scales.gate_up, scales.down]
+    if scales.gate_up_global is not None and scales.down_global is not None:
+        found += [scales.gate_up_global, scales.down_global]
+    return experts.weight_format, found, scales.dtype
+
+
 def _as_operator(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -112,15 +125,18 @@ def _as_operator(
     act, layout = experts.activation, experts.layout
     if act.kind == "custom":
         raise UnsupportedError("A custom activation can't be part of a compiled graph.")
+    if experts.post_norm is not None:
+        raise UnsupportedError("A norm behind experts can't be part of a compiled graph.")
     out = torch.empty_like(x) if out is None else out
     table = (None, None, None) if factors is None else (
         factors.arena.data, factors.records, factors.expert_map,
     )  # fmt: skip
     batch = (None, [], False) if slots is None else (slots.slots, list(slots.live), slots.in_graph)
     moe_lora_op(
-        x, topk_ids, topk_weights, experts.gate_up, experts.down, experts.gate_up_bias,
-        experts.down_bias, *table, *batch, layout.gate_up_order, layout.out_major, act.kind,
-        act.limit, act.alpha, act.up_shift, 0 if factors is None else factors.max_rank,
-        expert_offset, scale, mode or "", backend or "", out,
+        x, topk_ids, topk_weights, experts.gate_up, experts.down, *format_arguments(experts),
+        experts.gate_up_bias, experts.down_bias, *table, *batch, layout.gate_up_order,
+        layout.out_major, act.kind, act.limit, act.alpha, act.up_shift,
+        0 if factors is None else factors.max_rank, expert_offset, scale, mode or "",
+        backend or "", out,
     )  # fmt: skip
     return out

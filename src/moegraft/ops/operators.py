@@ -30,12 +30,15 @@ from moegraft.types import (
     GateUpOrder,
     TokenSlots,
     WeightLayout,
+    WeightScales,
 )
 
 _ACTIVATION = "str activation, float? limit, float alpha, float up_shift"
+#: Of quantised weights: those of gate_up and down, then their global ones if the format has them.
+_FORMAT = "str weight_format, Tensor[] scales, ScalarType? dtype"
 _ROUTED = (
     "(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, "
-    f"Tensor? gate_up_delta, str order, {_ACTIVATION}, int expert_offset, "
+    f"{_FORMAT}, Tensor? gate_up_delta, str order, {_ACTIVATION}, int expert_offset, "
 )
 _EVENTS = "int lora_ready, int gemm2_done, bool pdl, str backend, "
 
@@ -61,6 +64,9 @@ def routed_moe_lora_op(
     topk_weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    weight_format: str,
+    scales: Sequence[torch.Tensor],
+    dtype: torch.dtype | None,
     gate_up_delta: torch.Tensor | None,
     order: str,
     activation: str,
@@ -77,7 +83,10 @@ def routed_moe_lora_op(
     h: torch.Tensor | None,
 ) -> None:
     """Run the layer with a delta from outside; see :class:`moegraft.routed_call.RoutedCall`."""
-    weights = _weights(gate_up, down, order, activation, limit, alpha, up_shift)
+    act = Activation(cast(ActivationKind, activation), limit, alpha, up_shift)
+    layout = WeightLayout(cast(GateUpOrder, order))
+    found = _scales(scales, dtype)
+    weights = ExpertWeights(gate_up, down, None, None, act, layout, weight_format, found)
     _run_routed(
         RoutedCall(
             x, topk_ids, topk_weights, weights, expert_offset, scale, gate_up_delta, h,
@@ -98,6 +107,9 @@ def routed_moe_lora_rows_op(
     topk_weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    weight_format: str,
+    scales: Sequence[torch.Tensor],
+    dtype: torch.dtype | None,
     gate_up_delta: torch.Tensor | None,
     order: str,
     activation: str,
@@ -114,7 +126,10 @@ def routed_moe_lora_rows_op(
     h: torch.Tensor | None,
 ) -> None:
     """Run the layer up to the rows of the down product."""
-    weights = _weights(gate_up, down, order, activation, limit, alpha, up_shift)
+    act = Activation(cast(ActivationKind, activation), limit, alpha, up_shift)
+    layout = WeightLayout(cast(GateUpOrder, order))
+    found = _scales(scales, dtype)
+    weights = ExpertWeights(gate_up, down, None, None, act, layout, weight_format, found)
     _run_routed(
         RoutedCall(
             x, topk_ids, topk_weights, weights, expert_offset, 1.0, gate_up_delta, h,
@@ -166,7 +181,7 @@ def add_down_delta_op(
     "moegraft::moe_lora",
     mutates_args=("out",),
     schema="(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, "
-    "Tensor? gate_up_bias, Tensor? down_bias, Tensor? arena, Tensor? records, "
+    f"{_FORMAT}, Tensor? gate_up_bias, Tensor? down_bias, Tensor? arena, Tensor? records, "
     "Tensor? expert_map, Tensor? slots, int[] live, bool in_graph, str order, bool out_major, "
     f"{_ACTIVATION}, "
     "int max_rank, int expert_offset, float scale, str overlap, str backend, Tensor(a!) out) -> ()",
@@ -177,6 +192,9 @@ def moe_lora_op(
     topk_weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    weight_format: str,
+    scales: Sequence[torch.Tensor],
+    dtype: torch.dtype | None,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     arena: torch.Tensor | None,
@@ -202,8 +220,11 @@ def moe_lora_op(
 
     Without ``arena`` and ``records`` there are no adapters, without ``slots`` only base tokens.
     """
-    weights = _weights(
-        gate_up, down, order, activation, limit, alpha, up_shift, out_major, gate_up_bias, down_bias
+    act = Activation(cast(ActivationKind, activation), limit, alpha, up_shift)
+    layout = WeightLayout(cast(GateUpOrder, order), out_major)
+    found = _scales(scales, dtype)
+    weights = ExpertWeights(
+        gate_up, down, gate_up_bias, down_bias, act, layout, weight_format, found
     )
     site = expert_site(
         "experts", weights.num_experts, weights.hidden, weights.intermediate, weights.layout
@@ -231,26 +252,11 @@ for _op in (
     _op.register_fake(lambda *args, **kwargs: None)
 
 
-def _weights(
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    order: str,
-    activation: str,
-    limit: float | None,
-    alpha: float,
-    up_shift: float,
-    out_major: bool = True,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-) -> ExpertWeights:
-    return ExpertWeights(
-        gate_up,
-        down,
-        gate_up_bias,
-        down_bias,
-        Activation(cast(ActivationKind, activation), limit, alpha, up_shift),
-        WeightLayout(cast(GateUpOrder, order), out_major),
-    )
+def _scales(scales: Sequence[torch.Tensor], dtype: torch.dtype | None) -> WeightScales | None:
+    if not scales or dtype is None:
+        return None
+    whole = scales[2:] or (None, None)
+    return WeightScales(scales[0], scales[1], whole[0], whole[1], dtype)
 
 
 def _run_routed(call: RoutedCall, backend: str) -> None:
