@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,13 @@ from moegraft.adapters import (
 )
 from moegraft.adapters.update_plan import TensorKinds, make_plan
 from moegraft.errors import AdapterError
+from moegraft.factors import TableLayout
 from moegraft.packing import pack_adapter
+from moegraft.parallel import ExpertPlacement, ExpertShard, Part, RankShards
 from store_tools import assert_sound, failing_copy
 from update_kinds import (
     CONFIG,
+    EXPERTS,
     HIDDEN,
     KINDS,
     RANK,
@@ -99,6 +103,29 @@ def test_what_is_computed_from_values_has_no_plan() -> None:
     kinds = TensorKinds.of(wide)
     assert kinds is not None
     assert make_plan(kinds, CONFIG, None, bound, bank.layout, bank.dtype) is None
+
+
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize("part", [Part.of(WIDTH, 0, 1), Part.of(WIDTH, 1, 2)])
+@pytest.mark.parametrize("kind", ["per_expert", "per_projection", "fused"])
+def test_a_rank_plans_its_own_part(kind: str, part: Part, rank: int) -> None:
+    shard = ExpertShard(ExpertPlacement.contiguous(EXPERTS, rank, 2), part)
+    shards = RankShards(SITES, {site.name: shard for site in SITES if site.kind == "experts"})
+    layout = TableLayout.of(shards.local_sites)
+
+    def local(source: AdapterSource, options: ReadOptions | None) -> BoundAdapter:
+        found = bound(source, options)
+        return replace(found, factors=shards.slice(found.factors).factors)
+
+    kinds = TensorKinds.of(KINDS[kind](0))
+    assert kinds is not None
+    plan = make_plan(kinds, CONFIG, None, local, layout, torch.float32)
+    assert plan is not None and plan.copies is not None
+    tensors = KINDS[kind](1)
+    wanted = pack_adapter(local(make_source(tensors, CONFIG), None).factors, layout, torch.float32)
+    data = torch.full((plan.pack.elements,), torch.nan)
+    plan.fill(list(tensors.values()), data)
+    assert torch.equal(data, wanted.data) and torch.equal(plan.pack.row, wanted.row)
 
 
 @pytest.mark.parametrize(

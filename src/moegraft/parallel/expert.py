@@ -66,6 +66,8 @@ class ExpertShard:
             """The used entries; the same tensor for the same tensor."""
             if tensor.shape[0] == 1 or used == list(range(tensor.shape[0])):
                 return tensor
+            if used == list(range(used[0], used[-1] + 1)):  # a view, which an update can repeat
+                return kept.setdefault(id(tensor), tensor[used[0] : used[-1] + 1])
             if id(tensor) not in kept:
                 kept[id(tensor)] = tensor[torch.tensor(used, device=tensor.device)]
             return kept[id(tensor)]
