@@ -1,17 +1,18 @@
 """Every environment variable moegraft reads, typed, in one place.
 
-=========================  ===========  ==========================================================
-variable                   default      meaning
-=========================  ===========  ==========================================================
-``MOEGRAFT_ADAPTER_ROOT``  (anywhere)   folder that the vLLM plugin's adapters must lie in
-``MOEGRAFT_BACKEND``       (by plan)    force a backend by name; an impossible choice raises
-``MOEGRAFT_COMPILE``       ``1``        ``0`` = no compiled CPU kernels; ``avx2`` .. = for these
-                                        instructions rather than the processor's best
-``MOEGRAFT_LOG``           ``WARNING``  level of the ``moegraft`` logger
-``MOEGRAFT_SGLANG``        (versions)   the SGLang plugin: ``0`` = off, ``1`` = on in any version
-``MOEGRAFT_VLLM``          (versions)   the vLLM plugin: ``0`` = off, ``1`` = on in any version
-``MOEGRAFT_VLLM_LINEARS``  ``1``        ``0`` = the vLLM plugin leaves linears to vLLM
-=========================  ===========  ==========================================================
+===========================  ===========  ========================================================
+variable                     default      meaning
+===========================  ===========  ========================================================
+``MOEGRAFT_ADAPTER_ROOT``    (anywhere)   folder that the vLLM plugin's adapters must lie in
+``MOEGRAFT_BACKEND``         (by plan)    force a backend by name; an impossible choice raises
+``MOEGRAFT_COMPILE``         ``1``        ``0`` = no compiled CPU kernels; ``avx2`` .. = for these
+                                          instructions rather than the processor's best
+``MOEGRAFT_LOG``             ``WARNING``  level of the ``moegraft`` logger
+``MOEGRAFT_SGLANG``          (versions)   the SGLang plugin: ``0`` = off, ``1`` = on in any version
+``MOEGRAFT_SGLANG_LINEARS``  ``1``        ``0`` = the SGLang plugin leaves linears to SGLang
+``MOEGRAFT_VLLM``            (versions)   the vLLM plugin: ``0`` = off, ``1`` = on in any version
+``MOEGRAFT_VLLM_LINEARS``    ``1``        ``0`` = the vLLM plugin leaves linears to vLLM
+===========================  ===========  ========================================================
 """
 
 from __future__ import annotations
@@ -52,6 +53,24 @@ def compiled_kernels() -> str:
     """Return ``MOEGRAFT_COMPILE``: ``"0"`` = no compiled CPU kernels, ``"1"`` (unset) = for the
     processor's best instructions, else the name of an instruction set."""
     return os.environ.get("MOEGRAFT_COMPILE") or "1"
+
+
+def sglang_setting() -> bool | None:
+    """Return what ``MOEGRAFT_SGLANG`` says: False = off, True = on in any version; None = unset.
+
+    Raises:
+        MoegraftError: the value is neither 0 nor 1.
+    """
+    return _switch("MOEGRAFT_SGLANG")
+
+
+def sglang_linears() -> bool:
+    """Return False when ``MOEGRAFT_SGLANG_LINEARS=0`` leaves linears to SGLang.
+
+    Raises:
+        MoegraftError: the value is neither 0 nor 1.
+    """
+    return _switch("MOEGRAFT_SGLANG_LINEARS") is not False
 
 
 def vllm_setting() -> bool | None:
