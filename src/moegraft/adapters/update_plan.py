@@ -8,6 +8,7 @@ part of which tensor goes where.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 Bind = Callable[[AdapterSource, ReadOptions | None], BoundAdapter]
 #: Bytes of the memory that tensors without values are views of; tells it from any other.
 _WHOLE_BYTES = 1 << 60
+_DIGITS = re.compile(r"([0-9]+)")
 _DTYPES = frozenset(STORED_DTYPES.values())
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 
@@ -193,7 +195,7 @@ def make_plan(
 
 
 class _Blank(NamedTuple):
-    """Tensors without values, side by side in one memory, in the order of their names.
+    """Tensors without values, side by side in one memory, in the natural order of names.
 
     Attributes:
         tensors: name -> tensor.
@@ -210,8 +212,8 @@ class _Blank(NamedTuple):
 def _without_values(kinds: TensorKinds) -> _Blank:
     """Return tensors of these kinds that have no values."""
     whole = torch.empty(_WHOLE_BYTES, dtype=torch.uint8, device="meta")
-    # In this order equal parts of single experts are equally far apart.
-    numbers = sorted(range(len(kinds.names)), key=kinds.names.__getitem__)
+    # In this order equal parts of single experts are equally far apart, expert by expert.
+    numbers = sorted(range(len(kinds.names)), key=lambda i: _natural(kinds.names[i]))
     tensors, begins, ends, begin = {}, [], [], 0
     for i in numbers:
         name, shape, dtype = kinds.names[i], kinds.shapes[i], kinds.dtypes[i]
@@ -223,6 +225,11 @@ def _without_values(kinds: TensorKinds) -> _Blank:
         begin += max(UNIT_BYTES, -(-num_bytes // UNIT_BYTES) * UNIT_BYTES)
     in_order = {name: tensors[name] for name in kinds.names}
     return _Blank(in_order, np.array(numbers), np.array(begins), np.array(ends))
+
+
+def _natural(name: str) -> list[str | int]:
+    """Sort expert 10 behind expert 9."""
+    return [int(part) if part.isdecimal() else part for part in _DIGITS.split(name)]
 
 
 def _moves_of(piece: Piece, kinds: TensorKinds, blank: _Blank) -> list[Move] | None:
