@@ -13,9 +13,12 @@ import torch
 
 import compiled
 import moegraft.backends.cpp as cpp
+from moegraft import processor
 from moegraft.backends import BACKENDS
 from moegraft.backends.cpp.build import BuildError
 from moegraft.backends.cpp.library import best_library
+from moegraft.backends.cpu import CpuStages
+from moegraft.backends.cpu.grouped import ALL_ROWS
 from moegraft.env import configure_logging, forced_backend, log_level
 from moegraft.errors import MoegraftError, PlanError
 from moegraft.factor_table import site_table
@@ -74,7 +77,9 @@ def test_the_plan_takes_compiled_kernels_where_they_can_run(
     plan = make_plan(PROBLEM)
     assert plan.backend == "cpp" and plan.run is not None
     assert plan.reasons[0] == "cpp: first that can run it"
-    assert re.match("compiled for .*: bfloat16 (by bfloat16 instructions|widened)", plan.reasons[1])
+    assert re.match(
+        "compiled for .*: bfloat16 (by bfloat16 instructions|widened to fp32)", plan.reasons[1]
+    )
     for changes, reason in (
         ({"activation": "custom"}, "activation 'custom' is a Python function"),
         ({"post_norm": True}, "the norm behind the experts"),
@@ -83,6 +88,20 @@ def test_the_plan_takes_compiled_kernels_where_they_can_run(
         assert other.backend == "cpu" and reason in other.reasons[0]
         with pytest.raises(PlanError, match=reason):
             make_plan(replace(PROBLEM, **changes), "cpp")  # type: ignore[arg-type]
+
+
+def test_amx_takes_the_base_of_many_rows_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled.require()
+    monkeypatch.setattr(cpp, "best_library", best_library)
+    many = replace(PROBLEM, num_tokens=160)
+    assert make_plan(many).run is not None or "amx_bf16" in processor.flags()
+    monkeypatch.setattr(processor, "flags", lambda: frozenset({"amx_bf16"}))
+    plan = make_plan(many)
+    assert plan.backend == "cpp" and plan.run is None
+    assert "AMX (64 rows per expert >= 64)" in plan.reasons[1]
+    assert isinstance(plan.stages, CpuStages) and plan.stages.own_dtype_rows == ALL_ROWS
+    assert make_plan(replace(many, num_tokens=159)).run is not None
+    assert make_plan(replace(many, dtype="float32")).run is not None
 
 
 def test_explain_names_the_problem_the_backend_and_every_reason() -> None:

@@ -8,14 +8,20 @@ fp32 in an order that depends neither on the batch nor on the adapters.
 
 from __future__ import annotations
 
+from moegraft import processor
 from moegraft.backends import Choice
 from moegraft.backends.cpp.build import BuildError
 from moegraft.backends.cpp.layer import CompiledLayer
 from moegraft.backends.cpp.library import ACTIVATIONS, best_library
 from moegraft.backends.cpp.linear import CompiledStages
 from moegraft.backends.cpu import supports as torch_supports
+from moegraft.backends.cpu.grouped import ALL_ROWS
 from moegraft.call import Mode
 from moegraft.problem import Problem
+
+#: Rows per expert from which on torch's AMX tiles outrun vectors. (By the instructions' rates, not
+#: measured: no machine with AMX was at hand.)
+AMX_ROWS = 64
 
 
 def supports(problem: Problem, mode: Mode | None = None) -> str | None:
@@ -37,12 +43,21 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     """Return the stages for a problem and one line that says why."""
     library = best_library()
     assert not isinstance(library, BuildError), library
+    rows = problem.num_pairs / problem.num_experts
+    if problem.dtype == "bfloat16" and "amx_bf16" in processor.flags() and rows >= AMX_ROWS:
+        why = (
+            f"base by torch's bfloat16 products, which use AMX ({rows:.0f} rows per expert >= "
+            f"{AMX_ROWS}); linears compiled for {library.instructions.name}"
+        )
+        return Choice(
+            CompiledStages("stacked", "segments", ALL_ROWS, library=library), mode or "serial", why
+        )
     found = library.instructions
     how = "as it lies"
     if problem.dtype == "bfloat16":
-        how = "by bfloat16 instructions" if found.bf16 else "widened in registers"
+        how = "by bfloat16 instructions" if found.bf16 else "widened to fp32"
     elif problem.dtype == "float16":
-        how = "widened in registers"
+        how = "widened to fp32"
     why = f"compiled for {found.name}: {problem.dtype} {how}, whole layers in one call"
     stages = CompiledStages("stacked", library=library)
     return Choice(stages, mode or "serial", why, CompiledLayer(library))

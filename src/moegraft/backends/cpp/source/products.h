@@ -8,6 +8,7 @@
 #pragma once
 
 #include <type_traits>
+#include <vector>
 
 #include "vectors.h"
 
@@ -17,6 +18,9 @@ constexpr int TILE = 3;  // 16 registers: 12 sums, 3 rows, 1 column
 constexpr int TILE = 6;  // 32 registers: 24 sums, 6 rows, 1 column
 #endif
 constexpr int COLUMNS = 4;
+// Narrow vectors are short of registers: 16-bit weights that meet many rows are widened into memory
+// once, not in registers for every tile.
+constexpr bool WIDENED_FIRST = V < 16;
 
 #if defined(__AVX512BF16__)
 constexpr bool HAS_BF16 = true;
@@ -188,6 +192,20 @@ template <class X, class W>
 inline void rows_by_columns_in(
     const X* const* x, int64_t rows, const W* w, int64_t w_stride, int64_t columns, int64_t k,
     float* out, int64_t out_stride, const W* next) {
+    if constexpr (WIDENED_FIRST && !__is_same(W, float) && __is_same(X, float)) {
+        if (rows > 2 * TILE) {
+            static thread_local std::vector<float> wide;
+            wide.resize(COLUMNS * k);
+            for (int64_t c = 0; c < columns; c += COLUMNS) {
+                int64_t width = columns - c < COLUMNS ? columns - c : COLUMNS;
+                for (int64_t j = 0; j < width; j++)
+                    convert(w + (c + j) * w_stride, wide.data() + j * k, k);
+                rows_by_columns_in<X, float>(
+                    x, rows, wide.data(), k, width, k, out + c, out_stride, nullptr);
+            }
+            return;
+        }
+    }
     int64_t tiles = (rows + TILE - 1) / TILE;
     int ahead = !next ? 0 : tiles == 1 ? 4 : tiles < 4 ? 2 : 1;
     for (int64_t c = 0; c < columns; c += COLUMNS) {

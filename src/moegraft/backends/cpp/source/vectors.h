@@ -130,19 +130,19 @@ INLINE f16 to_f16(float value) {
 }
 
 // Contiguous conversions of n values.
-inline void convert(const void* from, int64_t dtype, float* to, int64_t n) {
+template <class T>
+inline void convert(const T* from, float* to, int64_t n) {
     int64_t i = 0;
-    if (dtype == F32) {
+    for (; i + V <= n; i += V) store(to + i, load(from + i));
+    for (; i < n; i++) to[i] = widen(from[i]);
+}
+inline void convert(const void* from, int64_t dtype, float* to, int64_t n) {
+    if (dtype == F32)
         std::memcpy(to, from, n * sizeof(float));
-    } else if (dtype == BF16) {
-        const bf16* p = static_cast<const bf16*>(from);
-        for (; i + V <= n; i += V) store(to + i, load(p + i));
-        for (; i < n; i++) to[i] = widen(p[i]);
-    } else {
-        const f16* p = static_cast<const f16*>(from);
-        for (; i + V <= n; i += V) store(to + i, load(p + i));
-        for (; i < n; i++) to[i] = widen(p[i]);
-    }
+    else if (dtype == BF16)
+        convert(static_cast<const bf16*>(from), to, n);
+    else
+        convert(static_cast<const f16*>(from), to, n);
 }
 inline void round_to(const float* from, void* to, int64_t dtype, int64_t n) {
     if (dtype == F32) {
