@@ -105,6 +105,13 @@ def test_e8m0_scales_are_exact_powers_of_two() -> None:
     assert found.tolist() == [2.0**e for e in range(-127, 128)]
 
 
+def test_e4m3_codes_are_those_of_torch() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert_bit_equal(E4M3.decode(codes).nan_to_num(500.0), codes.float().nan_to_num(500.0))
+    assert E4M3.decode(codes).isnan().nonzero().flatten().tolist() == [0x7F, 0xFF]
+    assert E4M3.decode(codes[:0]).shape == (0,)
+
+
 def test_e4m3_is_clamped_not_nan() -> None:
     assert E4M3.decode(E4M3.encode(torch.tensor([1e6, -500.0]))).tolist() == [448.0, -448.0]
 

@@ -60,7 +60,13 @@ def dequantise(matrix: QuantisedMatrix, weight_format: WeightFormat) -> torch.Te
     scales = weight_format.scale.decode(matrix.scales)
     if matrix.global_scale is not None:
         scales = scales * matrix.global_scale[..., None, None]
-    return values.mul_(_expanded(scales, values.shape, weight_format))
+    rows, columns = values.shape[-2:]
+    height, width = _block_sizes(rows, columns, weight_format)
+    if rows % height or columns % width:
+        return values.mul_(_expanded(scales, values.shape, weight_format))
+    blocks = values.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
+    blocks.mul_(scales[..., :, None, :, None])
+    return values
 
 
 def _blocks(values: torch.Tensor, weight_format: WeightFormat) -> torch.Tensor:
