@@ -84,6 +84,16 @@ def test_little_work_starts_no_thread_and_much_starts_a_few() -> None:
     assert len(seen) <= 1 + MAX_THREADS and usable_cores() >= 1
 
 
+def test_threads_are_in_the_callers_inference_mode() -> None:
+    with torch.inference_mode():
+        target = torch.ones(100, 2)
+        in_threads(lambda i: target[i].zero_(), range(100), LARGE)
+    assert not target.any()
+    target = torch.ones(100, 2)
+    in_threads(lambda i: target[i].zero_(), range(100), LARGE)
+    assert not target.any() and not target.is_inference()
+
+
 def test_an_error_comes_out_when_all_threads_have_ended() -> None:
     def work(item: int) -> None:
         if item == 3:

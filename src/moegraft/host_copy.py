@@ -40,7 +40,8 @@ def in_threads(work: Callable[[T], object], items: Sequence[T], num_bytes: int) 
     """Call ``work`` with each item, in several threads if there is much to do.
 
     Args:
-        work: releases Python's lock for most of its time; safe to run beside itself.
+        work: releases Python's lock for most of its time; safe to run beside itself. On the host
+            alone: what streams are current is another thread's affair.
         items: what to do.
         num_bytes: what all of it moves.
 
@@ -53,9 +54,12 @@ def in_threads(work: Callable[[T], object], items: Sequence[T], num_bytes: int) 
             work(item)
         return
 
+    inference = torch.is_inference_mode_enabled()
+
     def work_off(some: Sequence[T]) -> None:
-        for item in some:
-            work(item)
+        with torch.inference_mode(inference):  # each thread has its own
+            for item in some:
+                work(item)
 
     parts = min(len(items), _PARTS * threads)
     with ThreadPoolExecutor(threads, thread_name_prefix="moegraft-copy") as pool:

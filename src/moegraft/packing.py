@@ -84,7 +84,7 @@ class PackPlan:
         On a GPU the copies are queued on the current stream; factors there must be in order with
         it.
         """
-        if data.is_cpu:
+        if data.is_cpu and all(piece.matrix.is_cpu for piece in self.pieces):
             in_threads(partial(_place, data=data), self.pieces, data.nbytes)
             return
         for piece in self.pieces:
