@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from moegraft.adapters import entry as entry_module
+from moegraft.adapters import planned as planned_module
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.layer_copies import LayerCopies
 from moegraft.adapters.space import ArenaSpace
 from moegraft.adapters.streams import StreamOrder
+from moegraft.adapters.update_plan import UpdatePlan
 from moegraft.factors import PackedAdapter
 
 #: What may fail: memory that runs out, copies, the calls that keep streams in order.
@@ -27,6 +29,10 @@ POINTS: tuple[tuple[Any, str], ...] = (
     (ArenaSpace, "_new_arena"),
     (AdapterBank, "_put"),
     (LayerCopies, "start"),
+    (LayerCopies, "slide"),
+    (UpdatePlan, "fill"),
+    (planned_module, "is_finite"),
+    (planned_module, "checksum_of"),
     (LayerCopies, "wait"),
     (StreamOrder, "before_write"),
     (StreamOrder, "after_write"),

@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from moegraft.adapters import AdapterBank, AdapterStore, BoundAdapter
+from moegraft.adapters import (
+    AdapterBank,
+    AdapterSource,
+    AdapterStore,
+    BoundAdapter,
+    ReadOptions,
+)
 from moegraft.adapters.bank import BankMemory
 from moegraft.factors import UNIT_BYTES, PackedAdapter
 from moegraft.packing import pack_adapter
 from moegraft.sites import expert_site, linear_site
-from moegraft.testing import assert_same_factors
+from moegraft.testing import assert_same_factors, bound_adapter
+from moegraft.types import LoraFactor, SiteFactors
 
 SITES = (
     expert_site("layers.0.experts", 4, 8, 6),
@@ -167,3 +174,25 @@ def value_in(store: AdapterStore, slot: int) -> float:
             values |= set(f.lora_A.unique().tolist()) | set(f.lora_B.unique().tolist())
     assert len(values) == 1, f"slot {slot} mixes adapters: {values}"
     return float(values.pop())
+
+
+def tensors_of(adapter: BoundAdapter) -> dict[str, torch.Tensor]:
+    """An adapter's factors under names that :func:`bind_as_named` reads."""
+    return {
+        f"{site}.{name}.{leaf}": getattr(factor, leaf)
+        for site, found in adapter.factors.items()
+        for name, factor in found.projections.items()
+        for leaf in ("lora_A", "lora_B")
+    }
+
+
+def bind_as_named(source: AdapterSource, options: ReadOptions | None = None) -> BoundAdapter:
+    """Bind what :func:`tensors_of` returns, all scales 1; equal copies stay as they are."""
+    factors: dict[str, dict[str, LoraFactor]] = {}
+    for name in source.tensors:
+        path, _, leaf = name.rpartition(".")
+        site, _, projection = path.rpartition(".")
+        if leaf == "lora_A":
+            pair = source.tensors[name], source.tensors[f"{path}.lora_B"]
+            factors.setdefault(site, {})[projection] = LoraFactor(*pair, 1.0)
+    return bound_adapter({site: SiteFactors(found) for site, found in factors.items()})

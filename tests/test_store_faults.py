@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moegraft.adapters import AdapterStore
+from moegraft.adapters import AdapterStore, AdapterUpdater
 from moegraft.errors import AdapterError, MoegraftError
 from moegraft.testing import constant_adapter
 from store_faults import Faults, InjectedError, faults
@@ -22,14 +23,37 @@ from store_tools import (
     assert_nothing_left,
     assert_sound,
     bank_of,
+    bind_as_named,
     make_store,
     run_threads,
+    tensors_of,
     value_in,
 )
 
 __all__ = ["faults"]
 
 _Call = Callable[[AdapterStore], None]
+
+
+def _update_by_plan(name: str) -> _Call:
+    """An update of tensors whose kinds were seen before, so that there is a plan for them."""
+
+    def call(store: AdapterStore) -> None:
+        UPDATERS[store].update(name, tensors_of(constant_adapter(SITES, 5.0, rank=2)), {})
+
+    return call
+
+
+#: An updater per store that has one, with a plan for adapters of rank 2.
+UPDATERS: WeakKeyDictionary[AdapterStore, AdapterUpdater] = WeakKeyDictionary()
+
+
+def with_plan(store: AdapterStore, name: str, value: float) -> None:
+    """Give a store an updater that has a plan for rank 2, by two updates of an adapter."""
+    updater = UPDATERS[store] = AdapterUpdater(store, bind_as_named)
+    for _ in range(2):
+        updater.update(name, tensors_of(constant_adapter(SITES, value, rank=2)), {})
+    assert [known.plan is not None for known in updater._known.values()] == [True]
 
 
 def _use(*names: str) -> _Call:
@@ -48,6 +72,9 @@ OPERATIONS: dict[str, _Call] = {
     "update idle": lambda store: void(store.update("idle", constant_adapter(SITES, 5.0))),
     "update running": lambda store: void(store.update("running", constant_adapter(SITES, 5.0))),
     "update host": lambda store: void(store.update("host", constant_adapter(SITES, 5.0, rank=9))),
+    "plan idle": _update_by_plan("idle"),
+    "plan running": _update_by_plan("running"),
+    "plan host": _update_by_plan("host"),
     "remove idle": lambda store: store.remove("idle"),
     "remove running": lambda store: store.remove("running"),
     "evict": _use("host"),
@@ -72,6 +99,7 @@ def test_a_fault_at_any_step_leaves_every_adapter_whole_and_every_byte_owned(
         values = {"running": 1.0, "idle": 2.0, "host": 3.0}
         for name, value in values.items():
             store.add(name, constant_adapter(SITES, value, rank=2))
+        with_plan(store, "host", 3.0)
         with store.use(["running"]) as running:
             slot = running["running"]
             with store.use(["idle"]):
@@ -131,6 +159,7 @@ def test_eight_threads_of_mixed_operations_with_faults_keep_every_invariant(
 ) -> None:
     size = make_store().add("x", constant_adapter(SITES, 1.0, rank=2)).num_bytes
     store = make_store(slots, None if room is None else room * size)
+    updater = AdapterUpdater(store, bind_as_named)
     served: dict[str, dict[int, float]] = defaultdict(dict)  # name -> version -> value
     for name in "abcd":
         served[name][store.add(name, constant_adapter(SITES, 1.0, rank=2)).version] = 1.0
@@ -138,8 +167,11 @@ def test_eight_threads_of_mixed_operations_with_faults_keep_every_invariant(
     def one(step: Any, seen: dict[str, int]) -> None:
         kind, name, what, _ = step
         if kind in ("add", "update"):
-            change = store.add if kind == "add" else store.update
-            info = change(name, constant_adapter(SITES, what, rank=1 + int(what) % 2))
+            adapter = constant_adapter(SITES, what, rank=1 + int(what) % 2)
+            if kind == "update" and what % 3:
+                info = updater.update(name, tensors_of(adapter), {})
+            else:
+                info = (store.add if kind == "add" else store.update)(name, adapter)
             served[name][info.version] = what
             assert info.version > seen.get(name, 0), "a version was used twice or went back"
             seen[name] = info.version
