@@ -113,6 +113,38 @@ def test_slices_of_a_merged_linear_are_one_group(rank_major: bool, backend: str)
     assert_bit_equal(cleared, base)
 
 
+@on_both
+def test_slices_whose_rows_of_a_lie_behind_one_another(backend: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    widths, ranks, scale = (32, 16, 16), (3, 8, 0, 1), 0.5
+    a = torch.randn(S, 1, 3 * R, 48, generator=generator) / 4
+    b = torch.randn(S, 1, R, sum(widths), generator=generator).transpose(2, 3) / 4
+    for slot, rank in enumerate(ranks):
+        a[slot, :, 3 * rank :] = torch.nan  # what another adapter left
+    pool = LinearPool("qkv_proj", [a] * 3, b.split(widths, dim=2), packed=True)
+    assert pool.pool.copied_bytes == 0
+    for slot, rank in enumerate(ranks):
+        pool.load(slot, [rank] * 3, scale)
+    slots = TokenSlots.of([0, 1, -1, 2, 3, 1])
+    x = torch.randn(6, 48, generator=generator)
+    base = torch.randn(6, sum(widths), generator=generator)
+    found, wanted = base.clone(), base.clone()
+    linears = [LinearLora(table, torch.float32, x.device, backend) for table in pool.tables]
+    LinearLoraGroup(linears).add_to(found.split(widths, dim=1), x, slots)
+    for i, part in enumerate(wanted.split(widths, dim=1)):
+        held: list[SiteFactors | None] = [None] * S
+        for slot, rank in enumerate(ranks):
+            if rank:
+                rows = a[slot, :, i * rank : (i + 1) * rank]
+                columns = b.split(widths, dim=2)[i][slot, :, :, :rank]
+                held[slot] = SiteFactors({"linear": LoraFactor(rows, columns, scale)})
+        part += linear_lora_reference(x, held, slots.slots.tolist(), widths[i])
+    assert_close(found, wanted, torch.float32)
+    assert_delta_close(found, base, wanted, base)
+    with pytest.raises(AdapterError, match=r"ranks \[2, 3, 0\], but .* by one rank"):
+        pool.load(0, (2, 3, 0))
+
+
 def test_slot_tensors_of_linears_that_do_not_fit_are_refused() -> None:
     a, b = torch.zeros(S, 1, R, 48), torch.zeros(S, 1, 64, R)
     with pytest.raises(AdapterError, match="2 slices of A and 1 of B"):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+from sglang.srt.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.moe import initialize_moe_config
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.topk import StandardTopKOutput
@@ -27,6 +28,14 @@ from moegraft.hosts.sglang.plugin import register
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E, H, WIDTH, K, LAYERS, SLOTS, RANK = 6, 64, 32, 2, 2, 4, 8
+HEADS, KV_HEADS, HEAD = 4, 2, 32
+#: Leaf of a linear in files -> outputs and inputs.
+ATTENTION = {
+    "q_proj": (HEADS * HEAD, H),
+    "k_proj": (KV_HEADS * HEAD, H),
+    "v_proj": (KV_HEADS * HEAD, H),
+    "o_proj": (H, HEADS * HEAD),
+}
 Tensors = dict[str, torch.Tensor]
 _PREFIX = "base_model.model.model.layers.{}.mlp.experts"
 
@@ -46,9 +55,18 @@ def one_process(init: Path) -> Iterator[None]:
 
 
 class _Layer(torch.nn.Module):
-    def __init__(self, experts: FusedMoE) -> None:
+    def __init__(self, experts: FusedMoE, attention: dict[str, Any]) -> None:
         super().__init__()
         self.mlp = torch.nn.ModuleDict({"experts": experts})
+        self.self_attn = torch.nn.ModuleDict(attention)
+
+
+def _attention() -> dict[str, Any]:
+    return {
+        "qkv_proj": QKVParallelLinear(H, HEAD, HEADS, KV_HEADS, False, params_dtype=torch.float32),
+        "o_proj": RowParallelLinear(HEADS * HEAD, H, False, params_dtype=torch.float32),
+        "kv_b_proj": ColumnParallelLinear(H, 2 * HEADS * HEAD, False, params_dtype=torch.float32),
+    }
 
 
 class Engine:
@@ -57,10 +75,13 @@ class Engine:
     Args:
         root: for the adapters' folders.
         shared_outer: one A of gate and up, and one B of down, for all experts.
+        attention: with linears around the experts.
         options: of SGLang's ``FusedMoE``.
     """
 
-    def __init__(self, root: Path, shared_outer: bool = False, **options: Any) -> None:
+    def __init__(
+        self, root: Path, shared_outer: bool = False, attention: bool = False, **options: Any
+    ) -> None:
         self.root, self.shared_outer, self.adapters = root, shared_outer, dict[str, Tensors]()
         self.gated = bool(options.get("is_gated", True))
         generator = torch.Generator().manual_seed(3)
@@ -71,17 +92,19 @@ class Engine:
                 num_experts=E, hidden_size=H, intermediate_size=WIDTH, layer_id=i, top_k=K,
                 params_dtype=torch.float32, prefix=prefix, **options,
             )  # fmt: skip
-            for parameter in experts.parameters():
+            layers.append(_Layer(experts, _attention() if attention else {}))
+            for parameter in layers[-1].parameters():
                 values = torch.randn(parameter.shape, generator=generator) * 0.2
                 parameter.data.copy_(values)
-            layers.append(_Layer(experts))
         model = torch.nn.Module()
         model.model = torch.nn.Module()
         model.model.layers = torch.nn.ModuleList(layers)
         config = Qwen3MoeConfig(
             hidden_size=H, moe_intermediate_size=WIDTH, num_experts=E, num_experts_per_tok=K,
-            num_hidden_layers=LAYERS, vocab_size=128, num_attention_heads=2, head_dim=32,
-            num_key_value_heads=2,
+            num_hidden_layers=LAYERS, vocab_size=128, num_attention_heads=HEADS, head_dim=HEAD,
+            num_key_value_heads=KV_HEADS,
+            # The sizes of kv_b_proj.
+            kv_lora_rank=H, qk_nope_head_dim=HEAD, v_head_dim=HEAD,
         )  # fmt: skip
         model.config = config  # type: ignore[assignment]
         if not self.gated:  # as models with such experts tell SGLang
@@ -92,12 +115,16 @@ class Engine:
         with get_context().config_bag("lora").override(experts_shared_outer_loras=shared_outer):
             self.manager = LoRAManager(
                 self.model, config, SLOTS, LoadConfig(), torch.float32, None, "csgmv", RANK,
-                ["gate_up_proj", "down_proj"],
+                ["gate_up_proj", "down_proj", *(_attention() if attention else ())],
             )  # fmt: skip
 
     def wrapper(self, layer: int = 0) -> Any:
-        """SGLang's wrapper of a layer."""
+        """SGLang's wrapper of a layer's experts."""
         return self.model.model.layers[layer].mlp["experts"]
+
+    def linear(self, name: str, layer: int = 0) -> Any:
+        """SGLang's wrapper of one of a layer's linears."""
+        return self.model.model.layers[layer].self_attn[name]
 
     def ref(self, name: str) -> LoRARef:
         """What SGLang calls an adapter by."""
@@ -126,12 +153,29 @@ class Engine:
                         b = one.setdefault(f"{side}.B", b)
                     tensors[f"{prefix}.{e}.{side}.lora_A.weight"] = a
                     tensors[f"{prefix}.{e}.{side}.lora_B.weight"] = b
+        self.write(name, tensors, rank, [*sides, "down_proj"])
+
+    def add_attention(self, name: str, rank: int, seed: int) -> None:
+        """Write an adapter for q, k, v and o, and load it."""
+        generator = torch.Generator().manual_seed(seed)
+        tensors: Tensors = {}
+        for layer in range(LAYERS):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn"
+            for leaf, (out, num_in) in ATTENTION.items():
+                a = torch.randn(rank, num_in, generator=generator) * 0.3
+                tensors[f"{prefix}.{leaf}.lora_A.weight"] = a
+                b = torch.randn(out, rank, generator=generator) * 0.3
+                tensors[f"{prefix}.{leaf}.lora_B.weight"] = b
+        self.write(name, tensors, rank, list(ATTENTION))
+
+    def write(self, name: str, tensors: Tensors, rank: int, targets: list[str]) -> None:
+        """Write a folder, alpha twice the rank, and load it."""
         self.adapters[name] = tensors
         folder = self.root / name
         folder.mkdir()
         save_file(self._as_file(tensors), folder / "adapter_model.safetensors")
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none",
-                  "target_modules": ["gate_proj", "up_proj", "down_proj"]}  # fmt: skip
+                  "target_modules": targets}  # fmt: skip
         (folder / "adapter_config.json").write_text(json.dumps(config))
         result = self.manager.load_lora_adapter(self.ref(name))
         assert result.success, result.error_message

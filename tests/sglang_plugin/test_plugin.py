@@ -36,8 +36,9 @@ def test_sglang_finds_the_plugin_and_applies_every_hook() -> None:
 
     text = loaded()
     assert f"HOOKED {sorted(SEAMS)}" in text
-    assert "moegraft is active: MoE layers with LoRA run on it." in text
-    assert "Failed" not in text
+    active = "moegraft is active: MoE layers{} with LoRA run on it."
+    assert active.format(" and their models' linears") in text and "Failed" not in text
+    assert active.format("") in loaded(MOEGRAFT_SGLANG_LINEARS="0")
 
 
 @pytest.mark.parametrize(

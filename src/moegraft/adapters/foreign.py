@@ -82,7 +82,7 @@ def packed_pool(
     factors = {"down": ForeignFactor(down_a, down_b)}
     for side in ("gate", "up") if site.gated else ("up",):
         columns = gate_up_b[:, :, site.layout.columns(side, width)]
-        factors[side] = ForeignFactor(gate_up_a, columns, behind=separate and side == "up")
+        factors[side] = ForeignFactor(gate_up_a, columns, behind=int(separate and side == "up"))
     return ForeignPool(site, factors)
 
 

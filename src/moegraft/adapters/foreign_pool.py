@@ -42,16 +42,16 @@ class ForeignFactor:
     Attributes:
         lora_a: ``[S, Ea, rows, in]``, Ea = E or 1 (shared by all experts), adjacent columns.
         lora_b: ``[S, Eb, out, R]``, Eb likewise, any strides.
-        behind: the slot's A begins in row ``rank`` of ``lora_a``, not in row 0: behind another
-            projection's rows of the same rank.
+        behind: how many projections' rows, of the same rank, come before this one's in ``lora_a``:
+            its A begins in row ``behind * rank``.
 
-    Example: one tensor ``[S, E, 2R, H]`` holds gate's rows and then up's: gate has
-    ``behind=False`` and up ``behind=True``, both over the whole tensor.
+    Example: one tensor ``[S, E, 2R, H]`` holds gate's rows and then up's: gate has ``behind=0`` and
+    up ``behind=1``, both over the whole tensor.
     """
 
     lora_a: torch.Tensor
     lora_b: torch.Tensor
-    behind: bool = False
+    behind: int = 0
 
 
 class ForeignPool:
@@ -184,8 +184,7 @@ class ForeignPool:
             out = factor.lora_b.shape[2]
             mirror[slot, :, :rank, :out].copy_(factor.lora_b[slot, :, :, :rank].transpose(1, 2))
         a, b = self._factors[a_from].lora_a[slot], self._rank_rows[name][slot]
-        if self._factors[a_from].behind:
-            a = a[:, rank:]
+        a = a[:, rank * self._factors[a_from].behind :]
         a, b = a[:1] if (a_from, "A") in shared else a, b[:1] if (name, "B") in shared else b
         record = self._records[slot, i]
         for rows, words in (
@@ -241,7 +240,7 @@ class ForeignPool:
                 f"{where}: A {tuple(a.shape)} must be [S, E or 1, rows, in] and B "
                 f"{tuple(b.shape)} [S, E or 1, out, R]."
             )
-        rows = b.shape[3] * (2 if factor.behind else 1)
+        rows = b.shape[3] * (1 + factor.behind)
         right = (
             a.shape[0] == b.shape[0] == self.num_slots
             and {a.shape[1], b.shape[1]} <= {1, experts}

@@ -11,8 +11,11 @@ from moegraft.hosts.counting import Counts
 MEANINGS = {
     "expert_layers": "experts layers that run on moegraft",
     "expert_layers_left": "experts layers that were left to SGLang, with a line in the log",
+    "linear_layers": "linears with adapters that run on moegraft",
+    "linear_layers_left": "linears that were left to SGLang",
     "expert_calls": "calls of an experts layer",
     "expert_calls_with_adapters": "those among them whose batch had a live adapter",
+    "linear_calls": "calls of a linear whose batch had a live adapter",
     "slots_loaded": "adapters that were put into a slot",
 }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from moegraft.hosts.sglang import linears
 from moegraft.hosts.sglang.counters import count
 from moegraft.hosts.sglang.eligible import reason_against_buffers, say_why_not
 from moegraft.hosts.slot_tensors import rank_major
@@ -21,7 +22,10 @@ _GATE_UP, _DOWN = "gate_up_proj_moe", "down_proj_moe"
 
 
 def init_buffers(original: Callable[..., None], self: Any, base_model: Any) -> None:
-    """Make the slot tensors, and tables over those of the layers that run on moegraft."""
+    """Make the slot tensors, and tables over those of the layers that run on moegraft.
+
+    Linears are taken over in models with such experts only: others have no slots per token.
+    """
     original(self, base_model)
     for wrapper in served_layers(base_model):
         reason = reason_against_buffers(wrapper, self.A_buffer, self.dtype)
@@ -38,6 +42,8 @@ def init_buffers(original: Callable[..., None], self: Any, base_model: Any) -> N
             self.B_buffer[_DOWN][layer],
         )
         count("expert_layers")
+    if served_layers(base_model):
+        linears.take_over(self, base_model)
 
 
 def load(
@@ -50,24 +56,30 @@ def load(
     **kwargs: Any,
 ) -> None:
     """Fill a slot, then tell the layers what it holds: nothing while it is half written."""
-    wrappers = served_layers(self.base_model)
-    for wrapper in wrappers:
-        wrapper._moegraft.pool.clear(buffer_id)
+    _forget(self, buffer_id)
     original(self, uid, buffer_id, lora_adapter, *args, **kwargs)
     if uid is None:
         return
-    for wrapper in wrappers:
+    for wrapper in served_layers(self.base_model):
         names = lora_adapter.layers[wrapper.base_layer.layer_id].weights
         ranks = _ranks(names, lora_adapter.config.r, wrapper._moegraft.pool.site.gated)
         wrapper._moegraft.pool.load(buffer_id, ranks)
+    for linear in linears.linears(self.base_model):
+        linear.load(buffer_id, lora_adapter, self.target_modules)
     count("slots_loaded")
 
 
 def clear(original: Callable[..., None], self: Any, buffer_id: int) -> None:
     """Empty a slot."""
     original(self, buffer_id)
+    _forget(self, buffer_id)
+
+
+def _forget(self: Any, buffer_id: int) -> None:
     for wrapper in served_layers(self.base_model):
         wrapper._moegraft.pool.clear(buffer_id)
+    for linear in linears.linears(self.base_model):
+        linear.pool.clear(buffer_id)
 
 
 def _ranks(names: Any, rank: int, gated: bool) -> dict[str, int]:
