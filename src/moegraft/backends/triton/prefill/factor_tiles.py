@@ -80,9 +80,12 @@ def _broken(b, INF: gl.constexpr):
 
 
 @gluon.jit
-def broken_values(b, INF: gl.constexpr):
-    """Return where any of four groups has a value that is not finite, ``[16, 128]``."""
-    return _broken(b[0], INF) | _broken(b[1], INF) | _broken(b[2], INF) | _broken(b[3], INF)
+def not_finite(b):
+    """Return NaN where any of four groups has a value that is not finite, else 0, ``[16, 128]``."""
+    zeros = b[0].to(gl.float32) * 0.0
+    zeros += b[1].to(gl.float32) * 0.0
+    zeros += b[2].to(gl.float32) * 0.0
+    return zeros + b[3].to(gl.float32) * 0.0
 
 
 @gluon.jit

@@ -26,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from moegraft.backends.triton.activation import gated, pointwise
 from moegraft.backends.triton.prefill.factor_tiles import (
     b_words,
-    broken_values,
     copy_s,
     load_b,
     mend,
+    not_finite,
     places,
     store_b,
 )
@@ -105,7 +105,7 @@ def _load_step(
         if BOTH:
             mend(row_segment, segment, a_tile, c_tile, flags, INF)
     async_copy.mbarrier_arrive(full.index(stage))
-    fence_async_shared()
+    # No fence here, it would wait for all copies that are under way; those who multiply have one.
     gl.thread_barrier()
     mbarrier.arrive(full.index(stage), count=ARRIVALS)
     return _next(stage, phase, STAGES)
@@ -175,16 +175,8 @@ def _load(
         if LORA:
             block_s_ptr = s_ptr + block.to(gl.int64) * 128 * s_stride
             for group in range(0, count, 4):
-                if group > 0:
-                    step_at = at + group * 4
-                    segment, r0 = places(groups_i32_ptr + step_at * 2)
-                    words = b_words(groups_ptr + step_at)
-                    b = load_b(arena_ptr + column, words, left)
-                    if GATED:
-                        words = b_words(groups_ptr + step_at + second_at)
-                    c = load_b(arena_ptr + column + second, words, left - second)
-                broken = broken_values(b, INF) | broken_values(c, INF)
-                is_broken = gl.max(gl.max(broken, 1), 0) > 0
+                zeros = not_finite(b) + not_finite(c)
+                is_broken = gl.max(gl.max((zeros != zeros).to(gl.int32), 1), 0) > 0
                 stage, phase = _load_step(
                     a_bufs, w_bufs, flags, full, empty, stage, phase, block_s_ptr, s_stride,
                     row_segment, segment, r0, b, c, is_broken, arrivals, not GATED, STAGES, INF,
@@ -195,6 +187,13 @@ def _load(
                         block_s_ptr + side_stride, s_stride, row_segment, segment, r0, c, c,
                         is_broken, arrivals, False, STAGES, INF,
                     )  # fmt: skip
+                if group + 4 < count:
+                    step_at = at + group * 4 + 16
+                    segment, r0 = places(groups_i32_ptr + step_at * 2)
+                    words = b_words(groups_ptr + step_at)
+                    more_words = b_words(groups_ptr + step_at + second_at) if GATED else words
+                    b = load_b(arena_ptr + column, words, left)
+                    c = load_b(arena_ptr + column + second, more_words, left - second)
         item = later
 
 
