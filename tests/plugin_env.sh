@@ -24,6 +24,7 @@ make_environment() {
 install_plugin() {
   plugin=$(mktemp -d)
   trap 'rm -rf "$plugin"' EXIT
+  rm -rf build # what an earlier build left would be packed again
   "$1/bin/python" -m pip --quiet --disable-pip-version-check install --no-deps --no-build-isolation --target "$plugin" .
   export PYTHONPATH=$plugin${PYTHONPATH:+:$PYTHONPATH}
 }
