@@ -105,10 +105,13 @@ struct Layer {
             const X* rows[PIECE_ROWS];
             rows_of_x(n, m, rows);
             for (int64_t i = 0; i < sides; i++) ask_for_factors(t, i, n, m);
+            bool packed = step == 2 && a.gate_up.in_stride != 1 && a.gate_up.out_stride == 1;
+            if (packed) interleaved_lines(t, rows, m, tile[0], tile[1]);
             for (int64_t i = 0; i < sides; i++) {
                 const char* next = cold ? column(a.gate_up, t, first[sides - 1]) : nullptr;
-                product(
-                    a.gate_up, t, first[i], step, rows, m, a.hidden, tile[i], MAX_BLOCK, next);
+                if (!packed)
+                    product(
+                        a.gate_up, t, first[i], step, rows, m, a.hidden, tile[i], MAX_BLOCK, next);
                 add_to_tile(a.gate_up, t, i, first[i], step, ranks[i], n, m, tile[i]);
             }
             for (int64_t j = 0; j < m; j++) {
@@ -172,6 +175,27 @@ struct Layer {
         for_each_run(t, projection, begin, rows, [&](int64_t, int64_t, const Factors& f) {
             ask_for_b(f, a.table.dtype, t.first, t.columns);
         });
+    }
+
+    // Gate and up of [in, out] weights whose columns take turns: multiplied as one, then parted.
+    void interleaved_lines(
+        const Task& t, const X* const* rows, int64_t n, float* gate, float* up) const {
+        if constexpr (__is_same(X, float)) {
+            alignas(64) float both[TILE * 2 * MAX_BLOCK];
+            const char* w = column(a.gate_up, t, 2 * t.first);
+            for (int64_t begin = 0, m; begin < n; begin += m) {
+                m = tile_rows(n - begin);
+                std::memset(both, 0, sizeof both);
+                rows_by_lines(
+                    rows + begin, m, w, a.gate_up.dtype, a.gate_up.in_stride, 2 * t.columns,
+                    a.hidden, both, 2 * MAX_BLOCK);
+                for (int64_t j = 0; j < m; j++)
+                    for (int64_t c = 0; c < t.columns; c++) {
+                        gate[(begin + j) * MAX_BLOCK + c] = both[j * 2 * MAX_BLOCK + 2 * c];
+                        up[(begin + j) * MAX_BLOCK + c] = both[j * 2 * MAX_BLOCK + 2 * c + 1];
+                    }
+            }
+        }
     }
 
     // Adds bias and LoRA to a tile of rows [begin, begin + rows) of a task's columns, which are

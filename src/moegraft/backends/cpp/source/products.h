@@ -146,37 +146,49 @@ __attribute__((noinline)) void columns_tile_ahead(
         columns_tile<M, 0>(x, w, w_stride, columns, k, out, out_stride, next);
 }
 
-// out[m][c] += sum_k x[m][k] w[k * w_stride + c] for m < M and any number of columns.
+// out[m][0..N * V) += sum_k x[m][k] w[k * w_stride + ..].
+template <int M, int N, class W>
+INLINE void lines_tile(
+    const float* const* x, const W* w, int64_t w_stride, int64_t k, float* out,
+    int64_t out_stride) {
+    F sum[M][N];
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int j = 0; j < N; j++) sum[m][j] = load(out + m * out_stride + j * V);
+    for (int64_t i = 0; i < k; i++) {
+        F value[M];
+        UNROLL for (int m = 0; m < M; m++) value[m] = broadcast(x[m][i]);
+        UNROLL for (int j = 0; j < N; j++) {
+            F weights = load(w + i * w_stride + j * V);
+            UNROLL for (int m = 0; m < M; m++) sum[m][j] += value[m] * weights;
+        }
+    }
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int j = 0; j < N; j++) store(out + m * out_stride + j * V, sum[m][j]);
+}
+
+// out[m][c] += sum_k x[m][k] w[k * w_stride + c] for m < M and any number of columns. The fewer the
+// rows, the longer the part of a line that is read at once.
 template <int M, class W>
 __attribute__((noinline)) void rows_by_lines_of(
-    const float* const* x, const W* w, int64_t w_stride, int64_t columns, int64_t k,
-    float* out, int64_t out_stride) {
+    const float* const* x, const W* w, int64_t w_stride, int64_t columns, int64_t k, float* out,
+    int64_t out_stride) {
+    constexpr int LONG = M == 1 ? 8 : M == 2 || V == 16 ? 4 : 2;
     int64_t c = 0;
-    for (; c + 2 * V <= columns; c += 2 * V) {
-        F sum[M][2];
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 2; j++) sum[m][j] = load(out + m * out_stride + c + j * V);
-        for (int64_t i = 0; i < k; i++) {
-            F left = load(w + i * w_stride + c), right = load(w + i * w_stride + c + V);
-            UNROLL for (int m = 0; m < M; m++) {
-                F value = broadcast(x[m][i]);
-                sum[m][0] += value * left;
-                sum[m][1] += value * right;
-            }
-        }
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 2; j++) store(out + m * out_stride + c + j * V, sum[m][j]);
+    for (; c + LONG * V <= columns; c += LONG * V)
+        lines_tile<M, LONG>(x, w + c, w_stride, k, out + c, out_stride);
+    for (; c + 2 * V <= columns; c += 2 * V)
+        lines_tile<M, 2>(x, w + c, w_stride, k, out + c, out_stride);
+    for (; c + V <= columns; c += V)
+        lines_tile<M, 1>(x, w + c, w_stride, k, out + c, out_stride);
+    int64_t width = columns - c;
+    if (!width) return;
+    F sum[M];
+    UNROLL for (int m = 0; m < M; m++) sum[m] = load_first(out + m * out_stride + c, width);
+    for (int64_t i = 0; i < k; i++) {
+        F weights = load_first(w + i * w_stride + c, width);
+        UNROLL for (int m = 0; m < M; m++) sum[m] += broadcast(x[m][i]) * weights;
     }
-    for (; c < columns; c += V) {
-        int64_t width = columns - c < V ? columns - c : V;
-        for (int m = 0; m < M; m++) {
-            F sum = load_first_or_all(out + m * out_stride + c, width);
-            for (int64_t i = 0; i < k; i++)
-                sum += broadcast(x[m][i]) *
-                       load_first_or_all(w + i * w_stride + c, width);
-            store_first(out + m * out_stride + c, sum, width);
-        }
-    }
+    UNROLL for (int m = 0; m < M; m++) store_first(out + m * out_stride + c, sum[m], width);
 }
 
 // Rows of the next tile, so that `left` rows make tiles of nearly equal sizes.

@@ -39,7 +39,16 @@ struct f16 {
 enum Dtype : int64_t { F32 = 0, BF16 = 1, F16 = 2 };
 INLINE int64_t size_of(int64_t dtype) { return dtype == F32 ? 4 : 2; }
 
-INLINE F broadcast(float value) { return F{} + value; }
+// (`F{} + value` would add zeros: -0 is another value.)
+INLINE F broadcast(float value) {
+#if defined(__AVX512F__)
+    return (F)_mm512_set1_ps(value);
+#elif defined(__AVX2__)
+    return (F)_mm256_set1_ps(value);
+#else
+    return F{value, value, value, value};
+#endif
+}
 INLINE F load(const float* p) { return *reinterpret_cast<const UnalignedF*>(p); }
 INLINE void store(float* p, F value) { *reinterpret_cast<UnalignedF*>(p) = value; }
 
