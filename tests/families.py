@@ -22,6 +22,7 @@ from torch import nn
 import tiny
 from moegraft.adapters import BoundAdapter, ModelSpec
 from moegraft.hosts.transformers import model_spec
+from moegraft.hosts.transformers.outside import OUTSIDE
 
 _DECORATOR = re.compile(r"^@use_experts_implementation", re.MULTILINE)
 _EXPERTS_NAME = re.compile(
@@ -95,6 +96,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     ),
     "KimiLinearExperts": _LINEAR_FIRST,
     "Lfm2MoeExperts": dict(layer_types=["conv", "full_attention"]),
+    "Llama4TextExperts": dict(intermediate_size=16, intermediate_size_mlp=40),
     "MiMoV2FlashExperts": dict(num_attention_heads=4, v_head_dim=12),
     "Qwen3_5MoeExperts": _LINEAR_FIRST,
     "Qwen3NextExperts": _LINEAR_FIRST,
@@ -106,6 +108,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
         indexer_head_dim=12,
         indexer_budget=4,
         indexer_compress_ratio=2,
+    ),
+    "Step3p7Experts": dict(
+        n_routed_experts=4,
+        share_expert_dim=20,
+        sliding_window=4,
+        swiglu_limits=[None, 0.02],
+        swiglu_limits_shared=[None, 0.5],
+        **_DENSE_FIRST,
     ),
     "ZayaExperts": dict(num_experts_per_tok=1),
 }
@@ -164,6 +174,27 @@ def families() -> dict[str, Family]:
             assert model is not None, f"{name}: no tiny model holds it; {errors}"
             found[name] = Family(experts, model)
     return found
+
+
+@cache
+def outside_families() -> dict[str, Family]:
+    """The experts classes outside of the interface that are served, by name."""
+    found: dict[str, Family] = {}
+    for name in OUTSIDE:
+        pattern = re.compile(rf"^class {name}\(", re.MULTILINE)
+        for source, module in _modeling_files(pattern):
+            experts, errors = getattr(module, name), []
+            if not _DECORATOR.search(source):
+                models = _text_models(module)
+                model = next((m for m in models if _holds(m, experts, errors)), None)
+                assert model is not None, f"{name}: no tiny model holds it; {errors}"
+                found[name] = Family(experts, model)
+    return found
+
+
+def all_families() -> dict[str, Family]:
+    """All experts classes that are served, those of the interface first."""
+    return {**families(), **outside_families()}
 
 
 def outside_classes() -> dict[str, list[str]]:

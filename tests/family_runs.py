@@ -15,9 +15,18 @@ import transformers
 from torch import nn
 
 import moegraft
-from families import Family, adapter_for, families, hidden_of, merged, outside_classes
+from families import (
+    Family,
+    adapter_for,
+    all_families,
+    families,
+    hidden_of,
+    merged,
+    outside_classes,
+)
 from moegraft.adapters import bind, check_bound, make_source
 from moegraft.hosts.transformers import Graft
+from moegraft.hosts.transformers.outside import outside_of
 from moegraft.hosts.transformers.unserved import why_no_experts
 from moegraft.types import Activation
 
@@ -55,7 +64,7 @@ class FamilyRun:
 @cache
 def run_of(name: str) -> FamilyRun:
     """Run a family by the name of its experts class."""
-    family = families()[name]
+    family = all_families()[name]
     graft = moegraft.attach(family.build())
     ids = torch.randint(3, 64, (len(ROWS), 6), generator=torch.Generator().manual_seed(0))
     plain: dict[str | None, torch.Tensor] = {None: hidden_of(family.build(), ids)}
@@ -103,6 +112,9 @@ def specials(family: Family, run: FamilyRun) -> list[str]:
     leaves = sorted(_leaves(run.graft))
     if leaves:
         found.append(f"no adapters on {', '.join(leaves)}")
+    outside = outside_of(run.graft.model.get_submodule(sites[0].name))
+    if outside is not None:
+        found.append(f"outside of the interface: {outside.how}")
     return found
 
 
@@ -112,7 +124,7 @@ def table() -> str:
         "| Experts class | Model | Special | LoRA equals merged |",
         "| --- | --- | --- | --- |",
     ]
-    for name, family in families().items():
+    for name, family in all_families().items():
         run = run_of(name)
         model = family.model.__module__.split(".")[2]
         words = "; ".join(specials(family, run)) or "-"
@@ -165,7 +177,8 @@ def _leaves(graft: Graft) -> set[str]:
 
 def write() -> None:
     """Put the tables of this run in their places in docs/models.md."""
-    head = f"{len(families())} classes, transformers {transformers.__version__}:"
+    inside, outside = len(families()), len(all_families()) - len(families())
+    head = f"{inside} classes and {outside} outside, transformers {transformers.__version__}:"
     text = _replaced(DOC.read_text(), TABLE, f"{head}\n\n{table()}")
     DOC.write_text(_replaced(text, OUTSIDE, outside_table()))
 

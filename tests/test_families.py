@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, DbrxConfig, Llama4TextConfig
+from transformers import AutoModelForCausalLM, DbrxConfig, LongcatFlashConfig
 
 import moegraft
-from families import adapter_for, families, outside_classes
+from families import (
+    adapter_for,
+    all_families,
+    families,
+    hidden_of,
+    outside_classes,
+    outside_families,
+)
 from family_runs import ROWS, documented, outside_table, run_of, table
 from moegraft.hosts.transformers import model_spec
+from moegraft.hosts.transformers.outside import OUTSIDE, outside_of
 from moegraft.hosts.transformers.unserved import why_no_experts
 from moegraft.layer import MoeLoraLayer
 from moegraft.parallel import ExpertPlacement, ExpertShard, Part, shard_experts
@@ -23,18 +32,26 @@ from moegraft.testing import assert_bit_equal, assert_close, random_weights
 MIN_CLASSES = 50
 
 
-def llama4() -> nn.Module:
-    """A tiny model whose experts don't use the interface."""
-    config = Llama4TextConfig(
+def longcat() -> nn.Module:
+    """A tiny model whose experts are out of reach."""
+    config = LongcatFlashConfig(
         vocab_size=64,
         hidden_size=24,
-        intermediate_size=16,
-        intermediate_size_mlp=40,
+        num_layers=1,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        head_dim=12,
-        num_local_experts=4,
+        ffn_hidden_size=40,
+        expert_ffn_hidden_size=16,
+        n_routed_experts=4,
+        zero_expert_num=1,
+        moe_topk=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        head_dim=4,
         pad_token_id=0,
     )
     torch.manual_seed(0)
@@ -47,7 +64,7 @@ def test_the_classes_are_found_by_themselves() -> None:
     assert {"Qwen3MoeExperts", "GptOssExperts", "DeepseekV3Experts"} <= set(found)
 
 
-@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("name", all_families())
 def test_every_row_equals_its_merged_model(name: str) -> None:
     run = run_of(name)
     assert len(run.graft.layers) >= 1
@@ -59,9 +76,9 @@ def test_every_row_equals_its_merged_model(name: str) -> None:
     assert run.served
 
 
-@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("name", all_families())
 def test_every_experts_module_of_a_class_is_a_site(name: str) -> None:
-    run, experts = run_of(name), families()[name].experts
+    run, experts = run_of(name), all_families()[name].experts
     modules = {path for path, m in run.graft.model.named_modules() if isinstance(m, experts)}
     assert modules and modules == set(run.graft.layers)
 
@@ -77,25 +94,47 @@ def test_every_class_outside_of_the_interface_is_known_by_its_name() -> None:
     found = outside_classes()
     assert {"llama4", "dbrx", "jetmoe", "longcat_flash", "switch_transformers"} <= set(found)
     for names in found.values():
-        assert any(why_no_experts(type(name, (nn.Module,), {})()) for name in names), names
+        made = [type(name, (nn.Module,), {})() for name in names]
+        assert any(outside_of(module) or why_no_experts(module) for module in made), names
 
 
 def test_experts_outside_of_the_interface_are_refused_with_the_name_of_their_class() -> None:
-    model = llama4()
+    model = longcat()
     graft = moegraft.attach(model)
     assert not graft.layers
     for key in ("experts.lora_A.weight", "experts.base_layer.lora_A.weight"):
-        path = f"base_model.model.model.layers.0.feed_forward.{key}"
+        path = f"base_model.model.model.layers.0.mlp.{key}"
         tensors = {
             path: torch.randn(8, 24),
             path.replace("lora_A", "lora_B"): torch.randn(32, 8),
         }
-        with pytest.raises(moegraft.AdapterError, match="Llama4TextExperts"):
+        with pytest.raises(moegraft.AdapterError, match="LongcatFlashExperts"):
             graft.load_tensors("a", tensors, {"r": 2, "target_parameters": ["x"]})
 
 
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_class_outside_of_the_interface_is_left_as_it_was(name: str) -> None:
+    model = outside_families()[name].build()
+    ids = torch.arange(3, 9)[None]
+    before = hidden_of(model, ids)
+    graft = moegraft.attach(model)
+    graft.load_tensors("a", adapter_for(graft.spec, 0), {"r": 2})
+    assert not torch.equal(hidden_of(graft, ids, adapters="a"), before)
+    with pytest.raises(moegraft.MoegraftError, match="detach"):
+        copy.deepcopy(model)
+    module = model.get_submodule(next(iter(graft.layers)))
+    shadow = module.__dict__.pop("forward")
+    with pytest.raises(moegraft.MoegraftError, match="was replaced after attach"):
+        hidden_of(graft, ids, adapters="a")
+    module.__dict__["forward"] = shadow
+    graft.detach()
+    assert "forward" not in module.__dict__
+    assert_bit_equal(hidden_of(model, ids), before)
+    hidden_of(moegraft.attach(copy.deepcopy(model)), ids)
+
+
 def test_the_rest_of_such_a_model_takes_adapters() -> None:
-    model = llama4()
+    model = longcat()
     graft = moegraft.attach(model)
     tensors = {k: t for k, t in adapter_for(graft.spec, 0).items() if "self_attn" in k}
     assert graft.load_tensors("a", tensors, {"r": 2}).report.bound == len(tensors)

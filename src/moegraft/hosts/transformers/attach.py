@@ -16,6 +16,7 @@ from moegraft.graphs import GraphRunner
 from moegraft.hosts.transformers import experts as experts_host
 from moegraft.hosts.transformers.generate import Generation
 from moegraft.hosts.transformers.loading import Loading
+from moegraft.hosts.transformers.outside import ShadowedForward, outside_of
 from moegraft.hosts.transformers.router import hook_router
 from moegraft.hosts.transformers.row_vectors import RowVectors
 from moegraft.hosts.transformers.sharding import model_shards
@@ -78,6 +79,8 @@ class Graft(Loading, Generation):
         self._state = StepState()
         self._handles: list[Any] = []
         self._experts: list[nn.Module] = []
+        self._outside: list[ShadowedForward] = []
+        self._previous_implementation: Any = None
         self._hooked: dict[str, nn.Module] = {}
         self.layers: dict[str, MoeLoraLayer] = {}
         on_gpu = parameter.device.type == "cuda"
@@ -93,9 +96,13 @@ class Graft(Loading, Generation):
         self._handles.clear()
         for module in self._experts:
             experts_host.set_graft(module, None)
-        if self._experts:
+        for shadow in self._outside:
+            shadow.remove()
+        if self._previous_implementation is not None:
             self.model.set_experts_implementation(self._previous_implementation)
+            self._previous_implementation = None
         self._experts.clear()
+        self._outside.clear()
         for module in self._hooked.values():
             module.__dict__.pop(_HOOKED, None)
         self._hooked.clear()
@@ -108,7 +115,14 @@ class Graft(Loading, Generation):
     def _check_attached(self) -> None:
         if self.model.__dict__.get(_ATTACHED) is not self:
             raise MoegraftError("This graft was detached; call moegraft.attach(model) again.")
+        if not all(shadow.is_in_place() for shadow in self._outside):
+            raise MoegraftError(
+                "The forward of an experts module was replaced after attach(), so its adapters "
+                "would be lost: detach() and attach() again."
+            )
         for module in self._experts:
+            if outside_of(module) is not None:
+                continue
             now = getattr(getattr(module, "config", None), "_experts_implementation", None)
             if now != experts_host.IMPLEMENTATION:
                 raise MoegraftError(
@@ -165,6 +179,17 @@ class Graft(Loading, Generation):
         )
 
     def _use_experts(self, layers: Sequence[tuple[str, nn.Module, MoeLoraLayer]]) -> None:
+        if any(outside_of(module) is None for _, module, _ in layers):
+            self._use_registry()
+        for name, module, layer in layers:
+            graft = experts_host.ExpertsGraft(layer, self._state, self._shards is not None)
+            experts_host.set_graft(module, graft)
+            self._experts.append(module)
+            self.layers[name] = layer
+            if outside_of(module) is not None:
+                self._outside.append(ShadowedForward(module, graft))
+
+    def _use_registry(self) -> None:
         experts_host.register()
         previous = self.model.get_experts_implementation()
         if experts_host.IMPLEMENTATION in previous.values():
@@ -174,12 +199,6 @@ class Graft(Loading, Generation):
             )
         self._previous_implementation = previous
         self.model.set_experts_implementation(experts_host.IMPLEMENTATION)
-        for name, module, layer in layers:
-            sharded = self._shards is not None
-            graft = experts_host.ExpertsGraft(layer, self._state, sharded)
-            experts_host.set_graft(module, graft)
-            self._experts.append(module)
-            self.layers[name] = layer
 
 
 def _check_free(path: str, module: nn.Module, device: torch.device) -> None:

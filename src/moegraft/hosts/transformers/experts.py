@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from moegraft.hosts.transformers.sharding import local
 from moegraft.hosts.transformers.spec import weight_layout
 from moegraft.hosts.transformers.state import StepState
 from moegraft.layer import MoeLoraLayer
-from moegraft.types import Activation, ActivationKind, ExpertWeights, WeightLayout
+from moegraft.types import Activation, ActivationKind, ExpertWeights, TokenSlots, WeightLayout
 
 #: Name under which the forward is registered and that models carry while attached.
 IMPLEMENTATION = "moegraft"
@@ -47,7 +47,8 @@ class ExpertsGraft:
         """Raise :class:`MoegraftError` when the module holds other weights than were wrapped."""
         if _WEIGHTS in module.__dict__:
             return  # its own parameters are empty
-        gate_up = module.gate_up_proj if module.has_gate else module.up_proj
+        gated = self.layer.weights.layout.gated
+        gate_up = module.gate_up_proj if gated else module.up_proj
         for now, wrapped in zip((gate_up, module.down_proj), self._wrapped, strict=True):
             if now.data_ptr() != wrapped.data_ptr() or now.dtype != wrapped.dtype:
                 raise MoegraftError(
@@ -57,9 +58,16 @@ class ExpertsGraft:
                 )
 
     def __call__(
-        self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        repeats: int = 1,
     ) -> torch.Tensor:
+        """``[N, H], [N, K], [N, K] -> [N, H]``; the step's tokens come ``repeats`` times."""
         slots, table = self.state.current, self.layer.table
+        if slots is not None and repeats > 1:
+            slots = slots.derived(("repeated", repeats), 0, partial(_repeated, slots, repeats))
         if slots is not None and table is not None and not table.has_delta(slots):
             slots = None  # adapters of other sites: the base's launches only
         if torch.is_grad_enabled() and hidden.requires_grad:
@@ -71,6 +79,11 @@ class ExpertsGraft:
             _warn_no_gradients()
         with torch.no_grad():
             return self.layer(hidden, topk_ids, topk_weights, slots)
+
+
+def _repeated(slots: TokenSlots, repeats: int) -> TokenSlots:
+    """The slots of all tokens, several times one after the other."""
+    return TokenSlots(slots.slots.repeat(repeats), slots.live, in_graph=slots.in_graph)
 
 
 @cache
@@ -172,7 +185,7 @@ def _post_norm(path: str, module: Any) -> Callable[[torch.Tensor], torch.Tensor]
 
 
 def _bias(module: Any, name: str) -> torch.Tensor | None:
-    parameter = getattr(module, name, None) if module.has_bias else None
+    parameter = getattr(module, name, None) if getattr(module, "has_bias", False) else None
     return None if parameter is None else local(parameter)
 
 
@@ -187,7 +200,9 @@ def find_activation(module: Any, layout: WeightLayout) -> Activation:
     # Wide enough to reach the clamps of gpt_oss-like activations.
     columns = width * (2 if layout.gated else 1)
     probe = torch.randn(64, columns, generator=generator, dtype=torch.float32) * 8
-    function = module._apply_gate if layout.gated else module.act_fn
+    function = getattr(module, "_apply_gate", None) if layout.gated else module.act_fn
+    if function is None:
+        function = partial(_default_gate, module.act_fn)
     device = module.down_proj.device if module.down_proj.device.type != "meta" else "cpu"
     with torch.no_grad():
         expected = function(probe.to(device)).float().cpu()
@@ -196,6 +211,13 @@ def find_activation(module: Any, layout: WeightLayout) -> Activation:
             if torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
                 return candidate
     return Activation("custom", custom=function)
+
+
+def _default_gate(act_fn: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    """What a class without a function for it does: ``act(gate) * up``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    found: torch.Tensor = act_fn(gate) * up
+    return found
 
 
 def _candidates(module: nn.Module) -> list[Activation]:

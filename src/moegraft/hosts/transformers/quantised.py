@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from moegraft.env import logger
 from moegraft.errors import MoegraftError, UnsupportedError, shorten
 from moegraft.hosts.transformers.experts import find_activation, hold_weights
+from moegraft.hosts.transformers.outside import outside_of
 from moegraft.hosts.transformers.spec import model_spec, weight_layout
 from moegraft.quant.checkpoint import Checkpoint, StoredExperts, place_of
 from moegraft.quant.formats import UNQUANTIZED, format_of
@@ -88,7 +89,8 @@ def _empty_experts() -> Iterator[None]:
     """Within the block, parameters of experts modules are made without memory."""
 
     def empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if parameter is None or not hasattr(type(module), "_apply_gate"):
+        experts = hasattr(type(module), "_apply_gate") or outside_of(module) is not None
+        if parameter is None or not experts:
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=False)
 
@@ -137,7 +139,7 @@ def _weights(
         weights = read(stored, layout, activation)
     sizes = (weights.num_experts, weights.hidden, weights.intermediate)
     experts, first, second = module.down_proj.shape
-    wanted = (experts, second, first) if module.is_transposed else (experts, first, second)
+    wanted = (experts, first, second) if layout.out_major else (experts, second, first)
     if sizes != wanted:
         raise MoegraftError(
             f"{stored.path} holds {sizes[0]} experts with H={sizes[1]}, I={sizes[2]}; the config "

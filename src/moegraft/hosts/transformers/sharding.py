@@ -16,6 +16,7 @@ from torch import nn
 
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import UnsupportedError
+from moegraft.hosts.transformers.outside import outside_of
 from moegraft.hosts.transformers.spec import weight_layout
 from moegraft.parallel import ExpertPlacement, ExpertShard, LinearShard, Part, RankShards
 from moegraft.parallel.adapter import SiteShard
@@ -168,6 +169,11 @@ def _expert_shard(path: str, module: Any) -> ExpertShard:
         return ExpertShard(
             ExpertPlacement.contiguous(num_experts, 0, 1), Part(0, intermediate, intermediate)
         )
+    if outside_of(module) is not None:
+        raise UnsupportedError(
+            f"{path} is a {type(module).__name__}, which is outside of transformers' experts "
+            "interface; such experts are served whole only."
+        )
     placement, rank, size = _one_mesh(path, name, gate_up)
     here = _oriented(local(down), layout.out_major)
     columns = _oriented(local(gate_up), layout.out_major)[1]
@@ -179,7 +185,10 @@ def _expert_shard(path: str, module: Any) -> ExpertShard:
                 ExpertPlacement.contiguous(num_experts, rank, size, counts),
                 Part(0, intermediate, intermediate),
             )
-    elif not module.has_bias and layout.gate_up_order in ("gate_first", "no_gate"):
+    elif not getattr(module, "has_bias", False) and layout.gate_up_order in (
+        "gate_first",
+        "no_gate",
+    ):
         part = Part.of(intermediate, rank, size)
         wide = part.width * (2 if layout.gated else 1)
         if (here[0], here[2], columns) == (num_experts, part.width, wide):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from moegraft.adapters.spec import ModelSpec, is_other_tower
+from moegraft.hosts.transformers.outside import outside_of
 from moegraft.hosts.transformers.unserved import (
     has_own_forward,
     is_experts_module,
@@ -26,6 +27,9 @@ HEAD_NAMES = (
 
 def weight_layout(module: Any) -> WeightLayout:
     """Return how an experts module packs gate and up."""
+    outside = outside_of(module)
+    if outside is not None:
+        return outside.layout
     if not module.has_gate:
         return WeightLayout("no_gate", not module.is_transposed)
     order: GateUpOrder = "gate_first" if module.is_concatenated else "interleaved"
@@ -59,7 +63,8 @@ def _expert_sizes(module: Any) -> tuple[int, int, int]:
     """Return (E, H, I) from the down weights."""
     down = module.down_proj
     num_experts, first, second = down.shape
-    return (num_experts, second, first) if module.is_transposed else (num_experts, first, second)
+    out_major = weight_layout(module).out_major
+    return (num_experts, first, second) if out_major else (num_experts, second, first)
 
 
 def model_spec(model: nn.Module) -> ModelSpec:

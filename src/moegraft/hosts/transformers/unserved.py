@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import nn
 
+from moegraft.hosts.transformers.outside import outside_of
+
 #: Ends of the names of classes that run several experts.
 _EXPERTS_ENDINGS = ("Experts", "ExpertGLU", "ExpertsGemm", "CDMoE", "NaiveMoe")
 #: What is special about known ones; all others just don't dispatch.
 _KNOWN: Mapping[str, str] = {
-    "Llama4TextExperts": "it runs every expert on inputs that the router has scaled",
     "DbrxExperts": "it keeps each projection of all experts in one matrix",
     "DbrxExpertGLU": "it keeps each projection of all experts in one matrix",
     "JetMoeParallelExperts": "its attention chooses experts too",
     "LongcatFlashExperts": "some of its experts pass their input on",
-    "Step3p7Experts": "its clamp comes behind the activation",
     "Mxfp4GptOssExperts": "load the model with Mxfp4Config(dequantize=True)",
 }
 #: Linears whose own forward is that of a plain one.
@@ -27,8 +27,8 @@ _PLAIN_ANYWAY = frozenset(("FalconLinear",))
 
 
 def is_experts_module(module: nn.Module) -> bool:
-    """True for modules that dispatch through transformers' experts interface."""
-    return all(
+    """True for modules whose experts are served: those of the interface, and some others."""
+    return outside_of(module) is not None or all(
         hasattr(module, a) for a in ("has_gate", "is_transposed", "_apply_gate", "down_proj")
     )
 
