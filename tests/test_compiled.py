@@ -88,7 +88,7 @@ def wide_case(num_tokens: int, dtype: torch.dtype, layout: str = "gate_first") -
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_tokens", [1, 9, 150])
+@pytest.mark.parametrize("num_tokens", [1, 150])
 def test_every_layout_agrees_with_the_reference(
     num_tokens: int, layout: str, dtype: torch.dtype, instructions: str
 ) -> None:
@@ -129,10 +129,19 @@ def test_a_rows_bits_depend_neither_on_the_batch_nor_on_threads(
 
 def test_more_pairs_than_are_worked_on_at_once(instructions: str) -> None:
     site = expert_site("experts", 5, 8, 12)
-    case = layer_case(
-        5000, mixed_adapters(site, torch.float32), [1, 2, -1, 3, 0, 4], hidden=8, intermediate=12
-    )
-    assert_case(case)
+    adapters = mixed_adapters(site, torch.float32)
+    case = layer_case(5000, adapters, [1, 2, -1, 3, 0, 4], hidden=8, intermediate=12)
+    layer, routing, slots = case.layer(), case.routing, list(case.token_slots)
+    parts = [
+        layer(
+            case.x[first : first + 1000],
+            routing.topk_ids[first : first + 1000],
+            routing.topk_weights[first : first + 1000],
+            TokenSlots.of(slots[first : first + 1000]),
+        )
+        for first in range(0, 5000, 1000)
+    ]
+    assert_bit_equal(case.run(layer), torch.cat(parts))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -248,7 +257,8 @@ def test_without_a_build_there_is_a_reason_one_log_line_and_torch(
 ) -> None:
     if not available():
         pytest.skip("no instruction set is served here")
-    monkeypatch.delenv("CXX", raising=False)
+    for name in ("CXX", "MOEGRAFT_COMPILE", "MOEGRAFT_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
