@@ -7,6 +7,12 @@ import pytest
 from moegraft.backends.cpp.build import BuildError
 from moegraft.backends.cpp.library import best_library
 
+#: For parameters that are the backend ``cpp``.
+needed = pytest.mark.skipif(
+    "isinstance(__import__('compiled').best_library(), __import__('compiled').BuildError)",
+    reason="no compiled kernels",
+)
+
 
 def require() -> None:
     """Skip the test where there are no compiled kernels, and say why."""

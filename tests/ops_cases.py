@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import compiled
 from moegraft import ops
 from moegraft.factor_table import SiteTable
 from moegraft.reference import lora_delta
@@ -30,7 +31,11 @@ interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 from the start"
 )
 #: The kernels run on CPU tensors in Triton's interpreter.
-BACKENDS = ["cpu", pytest.param("triton", marks=interpreted)]
+BACKENDS = [
+    "cpu",
+    pytest.param("cpp", marks=compiled.needed),
+    pytest.param("triton", marks=interpreted),
+]
 
 
 def ops_case(

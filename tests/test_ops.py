@@ -202,7 +202,7 @@ def test_strided_activations_and_weights_are_read_where_they_are(backend: str) -
     gate_up = case.weights.gate_up.transpose(1, 2).contiguous().transpose(1, 2)
     strided = replace(case, x=x[:, ::2], weights=replace(case.weights, gate_up=gate_up))
     found = routed(strided, backend=backend)
-    if backend == "cpu":  # a BLAS may add in another order for another layout
+    if backend != "triton":  # for another layout, sums may take another order
         assert_close(found, wanted.double(), torch.float32)
     else:
         assert_bit_equal(found, wanted)
