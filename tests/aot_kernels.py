@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from moegraft.backends.triton.block_sums import block_sums_kernel
-from moegraft.backends.triton.choose import choose_kernel
 from moegraft.backends.triton.combine import add_down_delta_kernel, combine_kernel
 from moegraft.backends.triton.copy_factors import copy_factors_kernel
+from moegraft.backends.triton.expert_choice import choose_kernel
 from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
 from moegraft.backends.triton.grouped_gemm import grouped_gemm_kernel
@@ -23,15 +26,17 @@ from moegraft.backends.triton.lora_shrink import lora_shrink_kernel
 from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kernel
 from moegraft.backends.triton.pair_activation import add_delta_kernel, pair_activation_kernel
 from moegraft.backends.triton.pairs import number_rows_kernel, unpack_kernel
-from moegraft.backends.triton.prefill.block_segments import block_segments_kernel
+from moegraft.backends.triton.prefill.block_groups import block_groups_kernel
 from moegraft.backends.triton.prefill.down import prefill_down_kernel
 from moegraft.backends.triton.prefill.gate_up import prefill_gate_up_kernel
+from moegraft.backends.triton.prefill.group_shrink import group_shrink_kernel
+from moegraft.backends.triton.prefill.hopper_gemm import hopper_gemm_kernel
 from moegraft.backends.triton.prefill.route import (
     route_count_kernel,
     route_place_kernel,
     route_scan_kernel,
 )
-from moegraft.backends.triton.prefill.shrink import prefill_shrink_kernel
+from moegraft.backends.triton.prefill.token_order import token_order_kernel
 from moegraft.backends.triton.route import route_kernel
 from moegraft.backends.triton.token_segments import token_segments_kernel
 
@@ -45,6 +50,9 @@ POINTERS = {
     "weights_ptr": "*bf16",
     "records_ptr": "*i64",
     "places_ptr": "*i64",
+    "groups_ptr": "*i64",
+    "a_groups_ptr": "*i64",
+    "b_groups_ptr": "*i64",
     **{f"records{i}_ptr": "*i64" for i in range(4)},
 }
 BF16 = ("x_ptr", "weight_ptr", "bias_ptr", "h_ptr", "arena_ptr", "out_ptr")
@@ -63,7 +71,7 @@ CONSTANTS: dict[str, Any] = {
     "weight_stride_k": 1, "NUM_PROJECTIONS": 3, "MANY_RANKS": False, "ROWS": 16, "BLOCK_S": 32,
     "BLOCK_G": 128, "BY_TOKEN": True, "IN_PLACE": True, "LOCAL_ONLY": True, "HAS_DELTA": True,
     "BY_PAIR": False, "BLOCK": 256, "EARLY": True, "STEPS": 1, "SHARES": 4, "PROJECTIONS": 3,
-    "BINS": 256, "CHUNK": 1024, "HAS_ORDER": True, "BLOCK_C": 64,
+    "BY_ROW": False, "BINS": 256, "CHUNK": 1024, "HAS_ORDER": True, "BLOCK_C": 64,
 }  # fmt: skip
 
 
@@ -127,7 +135,7 @@ def main(capability: int) -> None:
     for block_r, down in ((16, False), (64, True)):
         compile_kernel(lora_shrink_expand_kernel, capability, BLOCK_R=block_r, DOWN=down)
     for with_delta in (True, False):
-        compile_kernel(finalize_kernel, capability, DELTA=with_delta)
+        compile_kernel(finalize_kernel, capability, DELTA=with_delta, BY_ROW=not with_delta)
     print("route, lora_shrink_expand, finalize")
     for by_token in (True, False):
         compile_kernel(lora_shrink_kernel, capability, BY_TOKEN=by_token, BLOCK_R=64)
@@ -167,23 +175,59 @@ def main(capability: int) -> None:
 def prefill(capability: int) -> None:
     """Compile the kernels for many rows per expert, with their real tiles and warps."""
     tile = {"BLOCK_M": 128, "TAIL_M": 64, "BLOCK_N": 128, "h_ptr": "*bf16", "s_ptr": "*bf16"}
-    for lora, fast, rank in ((False, 0, 16), (True, 4, 16), (True, 1, 64), (True, 0, 64)):
-        options = {**tile, "LORA": lora, "FAST": fast, "BLOCK_R": rank, "num_warps": 8}
+    for lora in (False, True):
+        options = {**tile, "LORA": lora, "num_warps": 8}
         compile_kernel(prefill_gate_up_kernel, capability, **options)
-        wide = {**options, "BLOCK_N": 256, "y_ptr": "*bf16"}
-        compile_kernel(prefill_down_kernel, capability, **wide)
+        compile_kernel(
+            prefill_down_kernel, capability, **{**options, "BLOCK_N": 256}, y_ptr="*bf16"
+        )
     for sides in (1, 2):
         compile_kernel(
-            prefill_shrink_kernel, capability, SIDES=sides, BLOCK_ROWS=128, s_ptr="*bf16",
-            BLOCK_M=64,
+            group_shrink_kernel, capability, SIDES=sides, BLOCK_ROWS=128, s_ptr="*bf16",
+            BLOCK_M=64, BLOCK_K=128, PASS=4 // sides, SHARES=2, GROUPS=8, BY_TOKEN=sides == 2,
         )  # fmt: skip
-    compile_kernel(block_segments_kernel, capability, FAST=4, BLOCK_M=128)
+    compile_kernel(block_groups_kernel, capability, SLOTS=8, BLOCK_M=128, num_warps=1)
+    compile_kernel(token_order_kernel, capability, BINS=16)
+    if capability == 90:
+        hopper()
     for ids in ("*i32", "*i64"):
         options = {"topk_ids_ptr": ids, "order_ptr": "*i64"}
         compile_kernel(route_count_kernel, capability, **options)
         compile_kernel(route_place_kernel, capability, BLOCK_M=128, **options)
     compile_kernel(route_scan_kernel, capability)
-    print("prefill: gate_up, down, shrink, block_segments, route")
+    print("prefill: gate_up, down, group_shrink, block_groups, token_order, route")
+
+
+def hopper() -> None:
+    """Compile both GEMMs of :mod:`moegraft.backends.triton.prefill.hopper_gemm`."""
+    wide = ("size_k", "size_n", "x_stride", "s_stride", "side_stride")
+    swizzled = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+    for gated, lora in product((True, False), (True, False)):
+        constants = {
+            "GATHER": gated, "TOP_K": 8, "GATED": gated, "WEIGHTED": not gated, "START0": 0,
+            "START1": 768 if gated else 128, "HAS_BIAS": False, "KIND": "silu", "ALPHA": 1.0,
+            "HAS_LIMIT": False, "LIMIT": 0.0, "UP_SHIFT": 0.0, "LORA": lora, "EVEN_K": True,
+            "STAGES": 4, "INF": 0x7F80,
+        }  # fmt: skip
+        types = {"groups_ptr": "*i64", "topk_weights_ptr": "*fp32", "s_ptr": "*bf16"}
+        signature, attributes = {}, {}
+        for i, name in enumerate(hopper_gemm_kernel.arg_names):
+            if name in constants:
+                signature[name] = "constexpr"
+            elif name.endswith("_desc"):
+                shape = "64,128" if name == "out_desc" else "128,64"
+                signature[name] = f"tensordesc<bf16[{shape}],{swizzled!r}>"
+            elif name.endswith("_ptr"):
+                signature[name] = types.get(name, "*bf16" if name in BF16 else "*i32")
+            else:
+                signature[name] = "i32"
+            if name.endswith("_ptr") or name in wide:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        source = GluonASTSource(hopper_gemm_kernel, signature, constants, attributes)
+        target = GPUTarget("cuda", 90, 32)
+        made = triton.compile(source, target=target, options={"num_warps": 4})
+        assert made.metadata.shared <= 232_448, "more shared memory than a program may use"
+    print("hopper_gemm")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ if not is_interpreted():
 
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 48, 40
 TILE = GemmConfig(32, 16, 4, 2)
-CONFIG = PrefillConfig(32, 16, TILE, TILE, GemmConfig(16, 16, 4, 2))
+SHRINK = GemmConfig(16, 16, 4, 2)
+CONFIG = PrefillConfig(32, 16, TILE, TILE, SHRINK, SHRINK)
 OTHER = FusedConfig(
     16, GemmConfig(32, 32, 4, 3), GemmConfig(32, 32, 4, 3), GemmConfig(64, 64, 4, 2)
 )
@@ -165,10 +166,14 @@ def test_no_tokens() -> None:
 
 
 def test_a_call_in_pieces_equals_the_whole_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU bit by bit (tests/gpu): there each group is a product of its own, here four are."""
     case = make(20)
-    whole = run(case)
+    whole, base = run(case), run(case, base=True)
     monkeypatch.setattr(prefill_layer, "max_pairs", lambda weights: 30)
-    assert torch.equal(run(case), whole)
+    pieces = run(case)
+    assert torch.equal(run(case, base=True), base)
+    assert_close(pieces, whole, case.x.dtype)
+    assert_delta_close(pieces, base, whole, base)
 
 
 @pytest.mark.parametrize("layout", [WeightLayout("interleaved"), WeightLayout(out_major=False)])
@@ -195,8 +200,10 @@ def test_route_sorts_by_expert_then_slot_over_several_chunks() -> None:
         for e in range(experts)
     }
     found: dict[int, list[int]] = {e: [] for e in range(experts)}
+    assert rows.live_blocks.item() == int((rows.block_info % 256 > 0).sum())
     for block, info in enumerate(rows.block_info.tolist()):
         expert, count = info // 256, info % 256
+        assert (count > 0) == (block < rows.live_blocks.item()), "blocks with rows come first"
         pairs = rows.row_pair[block * block_m : block * block_m + count].tolist()
         if count:
             assert len(found[expert]) % block_m == 0, "only an expert's last block is not full"

@@ -54,8 +54,8 @@ def finalize_kernel(
     for k in tl.static_range(TOP_K):
         at = (first + k) * hidden + columns
         if BY_ROW:
-            row = tl.load(pair_row_ptr + first + k, cache_modifier=".cg").to(tl.int64)
-            at = row * hidden + columns
+            place = tl.load(pair_row_ptr + first + k, cache_modifier=".cg").to(tl.int64)
+            at = place * hidden + columns
         is_local = (local >> k) % 2 != 0
         y = tl.load(y_ptr + at, mask=mask & is_local, other=0.0).to(tl.float32)
         if DELTA:

@@ -8,6 +8,7 @@ as the ranks that are live.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -183,3 +184,31 @@ def run_block_groups(
         SLOTS=triton.next_power_of_2(most), num_warps=1,
     )  # fmt: skip
     return found
+
+
+class GemmOperands(NamedTuple):
+    """What a GEMM needs of the groups, in the order of its arguments.
+
+    Attributes:
+        tensors: segments of rows, counts, groups of B as int64 and as int32, and the arena.
+        numbers: rank rows of a side of S, ``max_groups``, and elements between two projections'
+            groups.
+        unit: elements of the arena per unit of offsets.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    numbers: tuple[int, int, int]
+    unit: int
+
+
+def gemm_operands(groups: BlockGroups | None, rows: Rows, down: bool) -> GemmOperands:
+    """Return a GEMM's operands; without groups what stands in their place."""
+    if groups is None:
+        return GemmOperands((rows.row_pair,) * 5, (GROUP_RANKS, STEP_GROUPS, STEP_GROUPS), 8)
+    b_groups = groups.b_groups[groups.b_groups.shape[0] - 1 if down else 0 :]
+    tensors = (
+        groups.row_segment, groups.counts[int(down)], b_groups, b_groups.view(torch.int32),
+        groups.table.arena.data,
+    )  # fmt: skip
+    numbers = (groups.rank_rows, groups.max_groups, groups.b_groups.stride(0))
+    return GemmOperands(tensors, numbers, groups.unit)

@@ -11,7 +11,7 @@ from moegraft.problem import Problem
 from moegraft.types import ExpertWeights
 
 #: Mean rows per expert from which this run is faster than the decode kernels (measured on an H200).
-MIN_ROWS = 128
+MIN_ROWS, MIN_ROWS_HOPPER = 128, 64
 #: Bytes of h and y of one round of launches; more tokens run piece by piece.
 MAX_BYTES = 2**32
 #: Pairs of one round of launches at least, whatever their bytes.
@@ -50,11 +50,12 @@ class PrefillConfig:
 
 def prefill_config(problem: Problem, device: DeviceFacts) -> PrefillConfig | None:
     """Return the tiles; None without enough rows per expert, or a device with tensor maps."""
-    if problem.num_pairs < MIN_ROWS * problem.num_experts or problem.dtype == "float32":
+    hopper = device.capability == 90 and problem.dtype == "bfloat16" and not device.interpreted
+    least = MIN_ROWS_HOPPER if hopper else MIN_ROWS
+    if problem.num_pairs < least * problem.num_experts or problem.dtype == "float32":
         return None
     if device.capability < 90 or device.shared_memory < SHARED_MEMORY:
         return None
-    hopper = device.capability == 90 and problem.dtype == "bfloat16" and not device.interpreted
     return PrefillConfig(hopper=hopper)
 
 

@@ -1,7 +1,7 @@
 """Stage ``lora_shrink`` for many rows: ``S = scale * A x`` of neighbouring projections.
 
-A few programs per part of a block of rows. One multiplies its rows by the A of a few groups at a time,
-of gate and up at once; rows of other segments are not loaded, and their products not stored.
+A few programs per part of a block of rows. One multiplies its rows by the A of a few groups at a
+time, of gate and up at once; rows of other segments are not loaded, and their products not stored.
 """
 
 from __future__ import annotations
@@ -143,9 +143,7 @@ def run_group_shrink(
         tile, at_once = config.wide_shrink, 2 * at_once
     first = projections - 1 if down else 0
     a_groups, b_groups = groups.a_groups[first:], groups.b_groups[first:]
-    out = torch.empty(
-        rows.num_blocks * config.block_m, sides * groups.rank_rows, dtype=x.dtype, device=x.device
-    )
+    out = torch.empty(rows.num_rows, sides * groups.rank_rows, dtype=x.dtype, device=x.device)
     shares = config.shrink_shares
     parts = rows.num_blocks * (config.block_m // tile.block_n)
     group_shrink_kernel[(parts * shares,)](

@@ -249,7 +249,7 @@ def _multiply(
                 pairs = gl.load(row_pair_ptr + block.to(gl.int64) * 128 + m, mask=row_mask, other=0)
                 weight = gl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0).to(gl.float32)
             acc = gl.zeros([64, 256], gl.float32, whole)
-            # Another value than `stage`: the compiler takes equal ones for one that does not change.
+            # Not the same value as `stage`: the compiler would take it for one that stays as it is.
             before = stage + 0
             for step in range(steps):
                 mbarrier.wait(full.index(stage), phase)

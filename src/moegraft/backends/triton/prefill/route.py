@@ -150,13 +150,21 @@ def route_place_kernel(
 
 @dataclass(frozen=True)
 class Rows:
-    """What route writes; see :class:`moegraft.backends.triton.workspace.RouteBuffers`."""
+    """What route writes; see :class:`moegraft.backends.triton.workspace.RouteBuffers`.
+
+    Attributes:
+        num_blocks: blocks that there is room for; those with rows come first.
+        num_rows: rows of all blocks, the length of buffers in their order.
+        live_blocks: int32 ``[1]``, how many blocks have rows.
+    """
 
     num_pairs: int
     num_blocks: int
+    num_rows: int
     row_pair: torch.Tensor
     pair_row: torch.Tensor
     block_info: torch.Tensor
+    live_blocks: torch.Tensor
 
 
 def run_route(
@@ -174,7 +182,11 @@ def run_route(
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    rows = Rows(pairs, blocks, ints(blocks * block_m), ints(pairs), ints(blocks + 1))
+    info = ints(blocks + 1)
+    rows = Rows(
+        pairs, blocks, blocks * block_m, ints(blocks * block_m), ints(pairs), info[:blocks],
+        info[blocks:],
+    )  # fmt: skip
     counts, starts, totals = ints(chunks, bins), ints(chunks, bins), ints(bins)
     constants = {
         "TOP_K": topk_ids.shape[1], "NUM_EXPERTS": num_experts, "BINS": bins, "CHUNK": CHUNK,

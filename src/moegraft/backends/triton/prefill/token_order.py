@@ -28,7 +28,6 @@ def token_order_kernel(
     """See the top of the file; stable: tokens of one slot keep their order."""
     chunk = tl.program_id(0)
     place = tl.arange(0, CHUNK)
-    bins = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
     earlier = tl.zeros([BINS], tl.int32)
     for c in range(0, tl.num_programs(0)):
