@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from families import families, hidden_of
 from moegraft import ops
 from moegraft.errors import MoegraftError, PlanError
+from moegraft.plan import make_plan
+from moegraft.problem import Problem
 from moegraft.routing import RoutingRule, choose_reference
-from moegraft.testing import assert_bit_equal, poisoned_empty
+from moegraft.testing import assert_bit_equal, poisoned_empty, random_weights
 from ops_cases import BACKENDS
 
 on_both = pytest.mark.parametrize("backend", BACKENDS)
@@ -234,3 +236,10 @@ def test_what_does_not_fit_is_refused(make: Any, says: str) -> None:
 def test_a_backend_that_is_not_there_is_refused() -> None:
     with pytest.raises(PlanError, match="no backend 'tpu'"):
         ops.choose_experts(logits_of(2), RoutingRule(2), None, "tpu")
+
+
+@on_both
+def test_routing_leaves_the_backends_own_choice_alone(backend: str) -> None:
+    ops.choose_experts(logits_of(2), RoutingRule(2), None, backend)
+    plan = make_plan(Problem.of(random_weights(4, 24, 20), 3, 2), backend)
+    assert plan.backend == backend

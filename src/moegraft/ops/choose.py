@@ -39,11 +39,11 @@ def choose_experts_op(
         cast(GroupScore, group_score), scale,
     )  # fmt: skip
     if uses_triton(ids, backend):
-        from moegraft.backends.triton.choose import run_choose
+        from moegraft.backends.triton.expert_choice import run_choose
 
         run_choose(logits, rule, bias, ids, weights)
         return
-    from moegraft.backends.cpu.choose import choose
+    from moegraft.backends.cpu.expert_choice import choose
 
     found_ids, found_weights = choose(logits, rule, bias)
     if weights is None:
