@@ -57,6 +57,10 @@ class UpdateCopies:
 
         The host waits for it. ``data`` begins at a multiple of 16 bytes.
         """
+        with torch.cuda.device_of(data):
+            return self._run(tensors, data)
+
+    def _run(self, tensors: Sequence[torch.Tensor], data: torch.Tensor) -> bool:
         device = data.device
         if device not in self._tables:
             self._tables[device] = [
