@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,18 +12,14 @@ from torch.nn import functional as F
 
 import compiled
 import moegraft.backends.cpp as cpp
-import moegraft.backends.cpp.library as library_module
 from cpu_layer import DTYPES, mixed_adapters
-from moegraft.backends.cpp import build
-from moegraft.backends.cpp.build import BuildError
 from moegraft.backends.cpp.instructions import InstructionSet, available
-from moegraft.backends.cpp.library import Library, best_library
+from moegraft.backends.cpp.library import Library
 from moegraft.backends.cpu import CpuStages
 from moegraft.backends.cpu.grouped import ALL_ROWS
 from moegraft.call import LayerCall
-from moegraft.errors import MoegraftError
 from moegraft.factor_table import site_table
-from moegraft.layer import MoeLoraLayer, run_stages
+from moegraft.layer import run_stages
 from moegraft.linear import LinearLora
 from moegraft.reference import linear_lora_reference
 from moegraft.sites import expert_site, linear_site
@@ -50,7 +44,11 @@ def library(instructions: InstructionSet) -> Library:
     return Library(instructions)
 
 
-@pytest.fixture(params=available(), ids=lambda found: found.name)
+#: What is left without intrinsics: the source that ARM64 compiles.
+PLAIN = InstructionSet("plain", frozenset(), ())
+
+
+@pytest.fixture(params=[*available(), PLAIN], ids=lambda found: found.name)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Force the compiled kernels, in one instruction set."""
     compiled.require()
@@ -217,77 +215,3 @@ def test_linears_of_odd_sizes_and_strides(
     columns = base.clone().t().contiguous().t()
     linear.add_to(columns[:, 1027:], x, TokenSlots.of(slots))
     assert_bit_equal(columns.contiguous(), packed, "by columns")
-
-
-def test_a_library_is_compiled_once_and_found_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    compiled.require()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    worst = available()[-1]
-    with caplog.at_level(logging.INFO, "moegraft"):
-        first = build.library_path.__wrapped__(worst)
-        assert first.parent == tmp_path / "moegraft" / "cpp"
-        made = first.stat().st_mtime_ns
-        assert build.library_path.__wrapped__(worst) == first
-    assert first.stat().st_mtime_ns == made
-    assert [r.message.startswith("Compiled the CPU kernels") for r in caplog.records] == [True]
-    assert [path.name for path in first.parent.iterdir()] == [first.name]
-    first.chmod(0o722)
-    with pytest.raises(BuildError, match="others may write to it"):
-        build.library_path.__wrapped__(worst)
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"CXX": "no-such-compiler"}, "CXX='no-such-compiler' is not there"),
-        ({"CXX": "false"}, "false failed: no message"),
-        ({"MOEGRAFT_COMPILE": "0"}, "MOEGRAFT_COMPILE=0"),
-        ({"PATH": ""}, "no C++ compiler"),
-        ({"XDG_CACHE_HOME": "/dev/null"}, "no cache can be made"),
-    ],
-)
-def test_without_a_build_there_is_a_reason_one_log_line_and_torch(
-    settings: dict[str, str],
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    if not available():
-        pytest.skip("no instruction set is served here")
-    for name in ("CXX", "MOEGRAFT_COMPILE", "MOEGRAFT_BACKEND"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    build.library_path.cache_clear()
-    library_module._library.cache_clear()
-    try:
-        with caplog.at_level(logging.INFO, "moegraft"):
-            case = wide_case(9, torch.float32)
-            layer = MoeLoraLayer(case.weights, case.table(), routed_scaling_factor=2.5)
-            assert_case(case, layer)
-        plan = layer.plan(9, 2)
-        assert plan.backend == "cpu"
-        assert reason in plan.reasons[0]
-        assert len([r for r in caplog.records if "no compiled kernels" in r.message]) == 1
-    finally:
-        build.library_path.cache_clear()
-        library_module._library.cache_clear()
-
-
-def test_instructions_may_be_chosen_among_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled.require()
-    worst = available()[-1]
-    monkeypatch.setenv("MOEGRAFT_COMPILE", worst.name)
-    chosen = best_library()
-    assert isinstance(chosen, Library) and chosen.instructions == worst
-    case = wide_case(3, torch.float32)
-    layer = case.layer("cpp")
-    assert f"compiled for {worst.name}: " in layer.plan(3, 2).explain()
-    assert_case(case, layer)
-    monkeypatch.setenv("MOEGRAFT_COMPILE", "mmx")
-    with pytest.raises(MoegraftError, match=f"MOEGRAFT_COMPILE='mmx'.*{worst.name}"):
-        case.layer()

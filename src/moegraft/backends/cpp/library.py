@@ -120,12 +120,17 @@ def _library(setting: str) -> Library | BuildError:
             f"MOEGRAFT_COMPILE={setting!r}: use 0, 1, or instructions of this processor: "
             f"{', '.join(sets) or 'none are known'}."
         )
-    try:
-        if setting == "0":
-            raise BuildError("MOEGRAFT_COMPILE=0")
-        if not sets:
-            raise BuildError("this processor has none of the instruction sets that are served")
-        return Library(sets.get(setting) or next(iter(sets.values())))
-    except BuildError as error:
-        logger.info("The CPU runs on torch's operators: no compiled kernels (%s).", error)
-        return error
+    errors = []
+    if setting == "0":
+        errors.append(BuildError("MOEGRAFT_COMPILE=0"))
+    elif not sets:
+        errors.append(BuildError("this processor has none of the instruction sets that are served"))
+    else:
+        # An old compiler may not know the best instructions.
+        for found in [sets[setting]] if setting != "1" else sets.values():
+            try:
+                return Library(found)
+            except BuildError as error:
+                errors.append(error)
+    logger.info("The CPU runs on torch's operators: no compiled kernels (%s).", errors[0])
+    return errors[0]

@@ -18,7 +18,7 @@ inline void product(
             x, rows, start, w.dtype, step * w.out_stride, t.columns, k, out, stride, next);
         return;
     }
-    if constexpr (__is_same(X, float)) {
+    if constexpr (std::is_same_v<X, float>) {
         if (w.out_stride == 1 && step == 1) {
             for (int64_t m = 0; m < rows; m++)
                 std::memset(out + m * stride, 0, t.columns * sizeof(float));
@@ -180,7 +180,7 @@ struct Layer {
     // Gate and up of [in, out] weights whose columns take turns: multiplied as one, then parted.
     void interleaved_lines(
         const Task& t, const X* const* rows, int64_t n, float* gate, float* up) const {
-        if constexpr (__is_same(X, float)) {
+        if constexpr (std::is_same_v<X, float>) {
             alignas(64) float both[TILE * 2 * MAX_BLOCK];
             const char* w = column(a.gate_up, t, 2 * t.first);
             for (int64_t begin = 0, m; begin < n; begin += m) {
@@ -221,7 +221,7 @@ struct Layer {
 
     // Rounds h to x's dtype, whatever it is multiplied as.
     void keep(float* values, X* to, int64_t n) const {
-        if constexpr (__is_same(X, bf16)) {
+        if constexpr (std::is_same_v<X, bf16>) {
             round_to(values, to, BF16, n);
         } else {
             alignas(64) uint16_t rounded[MAX_BLOCK];

@@ -96,7 +96,7 @@ INLINE void columns_tile(
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int c = 0; c < COLUMNS; c++) sum[m][c] = F{};
     int64_t i = 0;
-    if constexpr (HAS_BF16 && __is_same(X, bf16) && __is_same(W, bf16)) {
+    if constexpr (HAS_BF16 && std::is_same_v<X, bf16> && std::is_same_v<W, bf16>) {
 #if defined(__AVX512BF16__)
         for (; i + 32 <= k; i += 32)
             bf16_step<M, AHEAD>(x, column, i, next, 0xffffffffu, sum);
@@ -204,7 +204,7 @@ template <class X, class W>
 inline void rows_by_columns_in(
     const X* const* x, int64_t rows, const W* w, int64_t w_stride, int64_t columns, int64_t k,
     float* out, int64_t out_stride, const W* next) {
-    if constexpr (WIDENED_FIRST && !__is_same(W, float) && __is_same(X, float)) {
+    if constexpr (WIDENED_FIRST && !std::is_same_v<W, float> && std::is_same_v<X, float>) {
         if (rows > 2 * TILE) {
             static thread_local std::vector<float> wide;
             wide.resize(COLUMNS * k);
