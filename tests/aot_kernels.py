@@ -206,8 +206,8 @@ def hopper() -> None:
         constants = {
             "GATHER": gated, "TOP_K": 8, "GATED": gated, "WEIGHTED": not gated, "START0": 0,
             "START1": 768 if gated else 128, "HAS_BIAS": False, "KIND": "silu", "ALPHA": 1.0,
-            "HAS_LIMIT": False, "LIMIT": 0.0, "UP_SHIFT": 0.0, "LORA": lora, "EVEN_K": True,
-            "STAGES": 4, "INF": 0x7F80,
+            "HAS_LIMIT": False, "LIMIT": 0.0, "UP_SHIFT": 0.0, "LORA": lora, "STAGES": 4,
+            "INF": 0x7F80,
         }  # fmt: skip
         types = {"groups_ptr": "*i64", "topk_weights_ptr": "*fp32", "s_ptr": "*bf16"}
         signature, attributes = {}, {}

@@ -252,3 +252,21 @@ def call_with(case: LayerCase, table: SiteTable) -> torch.Tensor:
         case.slots(), case.expert_offset, case.scale,
     )  # fmt: skip
     return run_prefill(call, CONFIG, OTHER)
+
+
+def test_hopper_gemms_run_whole_tiles_of_bfloat16_on_hopper_alone() -> None:
+    case = make(1)
+    problem = replace(
+        Problem.of(case.weights, 1024, 8), num_experts=128, dtype="bfloat16", hidden=2048,
+        intermediate=768,
+    )  # fmt: skip
+    h200 = replace(INTERPRETER, interpreted=False)
+    found = prefill_config(problem, h200)
+    assert found is not None and found.hopper, "64 rows per expert are enough for these"
+    assert prefill_config(replace(problem, num_tokens=512), h200) is None
+    many = replace(problem, num_tokens=4096)
+    for other in (replace(many, dtype="float16"), replace(many, intermediate=704)):
+        found = prefill_config(other, h200)
+        assert found is not None and not found.hopper
+    found = prefill_config(many, replace(h200, capability=100))
+    assert found is not None and not found.hopper, "no wgmma on Blackwell"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import triton
+
 from moegraft.backends.triton.config import GemmConfig
 from moegraft.backends.triton.device import DeviceFacts
 from moegraft.backends.triton.workspace import y_dtype
@@ -12,6 +14,8 @@ from moegraft.types import ExpertWeights
 
 #: Mean rows per expert from which this run is faster than the decode kernels (measured on an H200).
 MIN_ROWS, MIN_ROWS_HOPPER = 128, 64
+#: Releases of Triton whose Gluon, which may still change, the Hopper GEMMs have run with.
+GLUON_OF = ("3.6.",)
 #: Bytes of h and y of one round of launches; more tokens run piece by piece.
 MAX_BYTES = 2**32
 #: Pairs of one round of launches at least, whatever their bytes.
@@ -50,13 +54,22 @@ class PrefillConfig:
 
 def prefill_config(problem: Problem, device: DeviceFacts) -> PrefillConfig | None:
     """Return the tiles; None without enough rows per expert, or a device with tensor maps."""
-    hopper = device.capability == 90 and problem.dtype == "bfloat16" and not device.interpreted
+    hopper = can_run_hopper(problem, device)
     least = MIN_ROWS_HOPPER if hopper else MIN_ROWS
     if problem.num_pairs < least * problem.num_experts or problem.dtype == "float32":
         return None
     if device.capability < 90 or device.shared_memory < SHARED_MEMORY:
         return None
     return PrefillConfig(hopper=hopper)
+
+
+def can_run_hopper(problem: Problem, device: DeviceFacts) -> bool:
+    """True when the Hopper GEMMs run a layer: bfloat16, and sizes of whole tiles."""
+    if device.capability != 90 or device.interpreted or problem.dtype != "bfloat16":
+        return False
+    if not triton.__version__.startswith(GLUON_OF):
+        return False
+    return problem.hidden % 128 == 0 and problem.intermediate % 128 == 0
 
 
 def max_pairs(weights: ExpertWeights) -> int:

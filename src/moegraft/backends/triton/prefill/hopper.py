@@ -94,6 +94,6 @@ def _launch(
     hopper_gemm_kernel[_grid(rows, tiles)](
         x, h_map, weight_map, bias, topk_weights, out_map, s, rows.row_pair, rows.block_info,
         rows.live_blocks, *operands.tensors, *sizes, 0 if bias is None else bias.stride(0), tiles,
-        s.stride(0), *operands.numbers, HAS_BIAS=bias is not None, EVEN_K=sizes[0] % 64 == 0,
-        STAGES=config.stages, INF=_INFINITY, num_warps=4, **constants,
+        s.stride(0), *operands.numbers, HAS_BIAS=bias is not None, STAGES=config.stages,
+        INF=_INFINITY, num_warps=4, **constants,
     )  # fmt: skip

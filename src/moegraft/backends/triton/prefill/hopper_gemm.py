@@ -7,7 +7,8 @@ other has the matrix units. What adapters add is ``S B``, further steps of the s
 operands the loading warp group puts together (:mod:`.factor_tiles`).
 
 Tiles are 128 rows by 256 columns of the weights: 128 of gate and the same 128 of up, or 256
-neighbours. ``wgmma`` exists on Hopper only; elsewhere :mod:`.gate_up` and :mod:`.down` run.
+neighbours; K and N are multiples of 128. ``wgmma`` exists on Hopper only; elsewhere :mod:`.gate_up`
+and :mod:`.down` run.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def _tokens(info, row_pair_ptr, block, TOP_K: gl.constexpr):
 @gluon.jit
 def _load_k(
     a_bufs, w_bufs, full, empty, stage, phase, x_ptrs, mask, h_desc, weight_desc, row, first, k0,
-    size_k, GATHER: gl.constexpr, START0: gl.constexpr, START1: gl.constexpr,
-    EVEN_K: gl.constexpr, STAGES: gl.constexpr,
+    GATHER: gl.constexpr, START0: gl.constexpr, START1: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill a stage of the base product; return the next one."""
     half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
@@ -72,10 +73,6 @@ def _load_k(
         weight_desc, [first + START1, k0], ready, w_halves.index(2 * stage + 1)
     )
     if GATHER:
-        if not EVEN_K:
-            layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            k = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
-            mask = mask & (k0 + k < size_k)[None, :]
         async_copy.async_copy_global_to_shared(a_tile, x_ptrs + k0, mask=mask)
         async_copy.mbarrier_arrive(ready, increment_count=False)
     else:
@@ -117,7 +114,7 @@ def _load(
     s_ptr, row_segment_ptr, group_count_ptr, groups_ptr, groups_i32_ptr, arena_ptr, items,
     num_tiles, size_k, size_n, x_stride, s_stride, side_stride, max_groups, group_stride,
     GATHER: gl.constexpr, TOP_K: gl.constexpr, GATED: gl.constexpr, START0: gl.constexpr,
-    START1: gl.constexpr, LORA: gl.constexpr, EVEN_K: gl.constexpr, STAGES: gl.constexpr,
+    START1: gl.constexpr, LORA: gl.constexpr, STAGES: gl.constexpr,
     INF: gl.constexpr,
 ):  # fmt: skip
     """Fill the stages, in the order in which both multiplying warp groups read them.
@@ -160,7 +157,7 @@ def _load(
         for k0 in range(0, head, 64):
             stage, phase = _load_k(
                 a_bufs, w_bufs, full, empty, stage, phase, x_ptrs, mask, h_desc, weight_desc,
-                block * 128, first, k0, size_k, GATHER, START0, START1, EVEN_K, STAGES,
+                block * 128, first, k0, GATHER, START0, START1, STAGES,
             )  # fmt: skip
         if LORA:
             column = tile * columns
@@ -170,7 +167,7 @@ def _load(
         for k0 in range(head, size_k, 64):
             stage, phase = _load_k(
                 a_bufs, w_bufs, full, empty, stage, phase, x_ptrs, mask, h_desc, weight_desc,
-                block * 128, first, k0, size_k, GATHER, START0, START1, EVEN_K, STAGES,
+                block * 128, first, k0, GATHER, START0, START1, STAGES,
             )  # fmt: skip
         if LORA:
             block_s_ptr = s_ptr + block.to(gl.int64) * 128 * s_stride
@@ -228,7 +225,7 @@ def _multiply(
     c_tile = c_bufs.index(GROUP)
     m = first + gl.arange(0, 64, layout=gl.SliceLayout(1, split))
     n = gl.arange(0, 128, layout=gl.SliceLayout(0, split))
-    steps = (size_k + 63) // 64
+    steps = size_k // 64
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     item = gl.program_id(0)
@@ -351,7 +348,6 @@ def hopper_gemm_kernel(
     LIMIT: gl.constexpr,
     UP_SHIFT: gl.constexpr,
     LORA: gl.constexpr,
-    EVEN_K: gl.constexpr,
     STAGES: gl.constexpr,
     INF: gl.constexpr,
 ):
@@ -376,7 +372,7 @@ def hopper_gemm_kernel(
                 block_info_ptr, s_ptr, row_segment_ptr, group_count_ptr, groups_ptr,
                 groups_i32_ptr, arena_ptr, items, num_tiles, size_k, size_n, x_stride, s_stride,
                 side_stride, max_groups, group_stride, GATHER, TOP_K, GATED, START0, START1, LORA,
-                EVEN_K, STAGES, INF,
+                STAGES, INF,
             )),
             (_multiply, (
                 a_bufs, w_bufs, c_bufs, full, empty, out_desc, bias_ptr, topk_weights_ptr,
