@@ -12,10 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import moegraft
+from families import adapter_for, merged
+from moegraft.adapters import bind, make_source
+from moegraft.hosts.transformers import load_quantised, model_spec
 from moegraft.quant import format_of
 from moegraft.quant.checkpoint import place_of
 from moegraft.quant.matrices import dequantise, quantise
+from moegraft.testing import assert_close
 
+IDS = torch.randint(3, 64, (3, 7), generator=torch.Generator().manual_seed(0))
 SIZES: dict[str, Any] = dict(
     vocab_size=64,
     hidden_size=160,
@@ -145,3 +151,25 @@ def _round_experts(parameter: torch.Tensor, leaf: str, module: Any, found: Any) 
         parts = [dequantise(quantise(part, found), found) for part in turned.chunk(halves)]
         new = torch.cat(parts)
         matrix.copy_(new.T if module.is_transposed else new)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=IDS).logits
+    return found
+
+
+def check_served(folder: Path, expected: Any, weight_format: str | None = None) -> Any:
+    """Check a loaded model with an adapter against a plain one with the stored values."""
+    model = load_quantised(folder, dtype=torch.float32, weight_format=weight_format)
+    graft = moegraft.attach(model)
+    tensors = adapter_for(graft.spec, 1)
+    graft.load_tensors("a", tensors, {"r": 3, "lora_alpha": 6})
+    bound = bind(make_source(tensors, {"r": 3, "lora_alpha": 6}), model_spec(expected))
+    found = graft.forward(input_ids=IDS, adapters=["a", None, "a"]).logits
+    base = logits(expected)
+    with_adapter = logits(merged(expected, bound))
+    assert_close(found[1], base[1], torch.float32)
+    assert_close(found[0], with_adapter[0], torch.float32)
+    assert (with_adapter - base)[0].norm() > 0.1 * base[0].norm()
+    return graft

@@ -12,11 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import moegraft
-from families import adapter_for, merged
-from moegraft.adapters import bind, make_source
-from moegraft.cli import main
 from moegraft.errors import MoegraftError, UnsupportedError
-from moegraft.hosts.transformers import load_quantised, model_spec
+from moegraft.hosts.transformers import load_quantised
 from moegraft.quant import FORMATS, format_of
 from moegraft.quant.checkpoint import Checkpoint
 from moegraft.quant.experts import expert_matrix
@@ -26,7 +23,10 @@ from moegraft.quant.write import quantise_checkpoint
 from moegraft.testing import LAYOUTS as WEIGHT_LAYOUTS
 from moegraft.testing import assert_close
 from quantised_models import (
+    IDS,
     block_fp8,
+    check_served,
+    logits,
     make_model,
     nvfp4_of_compressed_tensors,
     rewrite,
@@ -35,31 +35,8 @@ from quantised_models import (
     set_config,
 )
 
-IDS = torch.randint(3, 64, (3, 7), generator=torch.Generator().manual_seed(0))
 #: Formats whose base products see the activations as they are.
 A16 = [name for name, found in FORMATS.items() if found.activation_group is None]
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(input_ids=IDS).logits
-    return found
-
-
-def check_served(folder: Path, expected: Any, weight_format: str | None = None) -> Any:
-    """Check a loaded model with an adapter against a plain one with the stored values."""
-    model = load_quantised(folder, dtype=torch.float32, weight_format=weight_format)
-    graft = moegraft.attach(model)
-    tensors = adapter_for(graft.spec, 1)
-    graft.load_tensors("a", tensors, {"r": 3, "lora_alpha": 6})
-    bound = bind(make_source(tensors, {"r": 3, "lora_alpha": 6}), model_spec(expected))
-    found = graft.forward(input_ids=IDS, adapters=["a", None, "a"]).logits
-    base = logits(expected)
-    with_adapter = logits(merged(expected, bound))
-    assert_close(found[1], base[1], torch.float32)
-    assert_close(found[0], with_adapter[0], torch.float32)
-    assert (with_adapter - base)[0].norm() > 0.1 * base[0].norm()
-    return graft
 
 
 @pytest.mark.parametrize("name", A16)
@@ -290,26 +267,3 @@ def test_files_are_cut_and_everything_else_is_copied(tmp_path: Path) -> None:
 
 def test_every_stored_layout_is_of_a_registered_format() -> None:
     assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS) >= 8
-
-
-@pytest.mark.parametrize(
-    ("model_type", "name"), [("qwen3_moe", "nvfp4"), ("gpt_oss", "mxfp4"), ("mixtral", "fp8-block")]
-)
-def test_the_command_writes_a_checkpoint_that_is_served(
-    model_type: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = save(make_model(model_type), tmp_path / "plain")
-    arguments = ["quantize", str(plain), str(tmp_path / "q"), "--format", name]
-    capsys.readouterr()
-    assert main([*arguments, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["format"] == name and document["matrices"] in (16, 24)
-    assert document["expert_bytes"]["after"] < 0.3 * document["expert_bytes"]["before"]
-    stored = "fp8-block-w8a16" if name == "fp8-block" else None
-    check_served(tmp_path / "q", rounded(make_model(model_type), name), stored)
-    assert main(arguments) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert main([*arguments[:-1], "nvfp4-w4a4"]) == 2
-    assert "Blackwell" in capsys.readouterr().err
-    assert main([*arguments[:2], str(tmp_path / "text"), "--format", name]) == 0
-    assert "matrices, |W' - W|" in capsys.readouterr().out
