@@ -12,7 +12,7 @@ from moegraft.bench.records import Record
 from moegraft.errors import MoegraftError
 
 _COLOURS = {
-    "limit": FAINT, "grouped_mm": "#b3592d", "eager": "#d9a441", "base": INK, "LoRA": "#2a7f62",
+    "limit": BASE, "grouped_mm": "#b3592d", "eager": "#d9a441", "base": INK, "LoRA": "#2a7f62",
 }  # fmt: skip
 
 
