@@ -56,13 +56,14 @@ def copy_factors_kernel(
     f = (tile // tiles_w) * BLOCK_F + tl.arange(0, BLOCK_F)
     w = (tile % tiles_w) * BLOCK_W + tl.arange(0, BLOCK_W)
     f64, w64 = f.to(tl.int64), w.to(tl.int64)
+    # Multiples by arithmetic, not by a hint: a hint would hold for the other kind of job as well.
     if step_w == 1:
-        rows = base_ptr + source + f64[:, None] * tl.multiple_of(step_f, UNIT) + w64[None, :]
-        end = tl.multiple_of(count_w, UNIT)
+        rows = base_ptr + source + f64[:, None] * (step_f // UNIT * UNIT) + w64[None, :]
+        end = count_w // UNIT * UNIT
         values = tl.load(rows, mask=(f < count_f)[:, None] & (w < end)[None, :], other=0)
     else:
-        columns = base_ptr + source + f64[:, None] + w64[None, :] * tl.multiple_of(step_w, UNIT)
-        end = tl.multiple_of(count_f, UNIT)
+        columns = base_ptr + source + f64[:, None] + w64[None, :] * (step_w // UNIT * UNIT)
+        end = count_f // UNIT * UNIT
         values = tl.load(columns, mask=(f < end)[:, None] & (w < count_w)[None, :], other=0)
     if EXPONENT == 0:
         values = values.to(target_ptr.dtype.element_ty)
