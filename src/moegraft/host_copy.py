@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 T = TypeVar("T")
-#: Threads at most: a few saturate the memory.
-MAX_THREADS = 4
+#: Threads at most: a few saturate the memory of a desktop, some more that of a server.
+MAX_THREADS = 8
 #: Less work than this is done before threads have started.
 _MIN_BYTES = 32 << 20
 #: Parts per thread that the work is cut into; one may take longer than another.
