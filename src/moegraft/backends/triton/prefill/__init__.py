@@ -1,8 +1,9 @@
 """Layers with many rows per expert, where arithmetic is the limit and not bytes.
 
-    route -> (block_segments, shrink) -> gate_up -> (shrink) -> down -> finalize
+    (token_order) -> route -> (block_groups, group_shrink) -> gate_up -> (group_shrink) -> down -> finalize
 
 Tiles are large, the weights come by tensor map, and no delta lies in memory: the GEMMs take ``S``
-of their rows, ``max_rank`` values each, and add ``S B`` as one more step of their products.
-:mod:`.layer` is the whole run, :mod:`.config` says when it is taken.
+of their rows, ``max_rank`` values each, and add ``S B`` as further steps of their products.
+:mod:`.layer` is the whole run, :mod:`.config` says when it is taken. The GEMMs exist twice:
+:mod:`.portable` for every GPU with tensor maps, :mod:`.hopper` in Gluon for Hopper.
 """
