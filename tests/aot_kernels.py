@@ -9,8 +9,6 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language import NVMMASharedLayout
 
 from moegraft.backends.triton.block_sums import block_sums_kernel
 from moegraft.backends.triton.combine import add_down_delta_kernel, combine_kernel
@@ -27,10 +25,10 @@ from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kerne
 from moegraft.backends.triton.pair_activation import add_delta_kernel, pair_activation_kernel
 from moegraft.backends.triton.pairs import number_rows_kernel, unpack_kernel
 from moegraft.backends.triton.prefill.block_groups import block_groups_kernel
+from moegraft.backends.triton.prefill.config import GLUON_OF
 from moegraft.backends.triton.prefill.down import prefill_down_kernel
 from moegraft.backends.triton.prefill.gate_up import prefill_gate_up_kernel
 from moegraft.backends.triton.prefill.group_shrink import group_shrink_kernel
-from moegraft.backends.triton.prefill.hopper_gemm import hopper_gemm_kernel
 from moegraft.backends.triton.prefill.route import (
     route_count_kernel,
     route_place_kernel,
@@ -186,9 +184,14 @@ def prefill(capability: int) -> None:
             group_shrink_kernel, capability, SIDES=sides, BLOCK_ROWS=128, s_ptr="*bf16",
             BLOCK_M=64, BLOCK_K=128, PASS=4 // sides, SHARES=2, GROUPS=8, BY_TOKEN=sides == 2,
         )  # fmt: skip
-    compile_kernel(block_groups_kernel, capability, SLOTS=8, BLOCK_M=128, num_warps=1)
+    compile_kernel(
+        group_shrink_kernel, capability, SIDES=1, BLOCK_ROWS=128, s_ptr="*bf16", BLOCK_M=64,
+        BLOCK_K=64, PASS=8, SHARES=2, GROUPS=2048, BY_TOKEN=True, EVEN_K=False,
+    )  # fmt: skip
+    for slots in (1, 8, 128):
+        compile_kernel(block_groups_kernel, capability, SLOTS=slots, BLOCK_M=128, num_warps=1)
     compile_kernel(token_order_kernel, capability, BINS=16)
-    if capability == 90:
+    if capability == 90 and triton.__version__.startswith(GLUON_OF):
         hopper()
     for ids in ("*i32", "*i64"):
         options = {"topk_ids_ptr": ids, "order_ptr": "*i64"}
@@ -200,6 +203,11 @@ def prefill(capability: int) -> None:
 
 def hopper() -> None:
     """Compile both GEMMs of :mod:`moegraft.backends.triton.prefill.hopper_gemm`."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from moegraft.backends.triton.prefill.hopper_gemm import hopper_gemm_kernel
+
     wide = ("size_k", "size_n", "x_stride", "s_stride", "side_stride")
     swizzled = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
     for gated, lora in product((True, False), (True, False)):

@@ -135,7 +135,7 @@ def test_the_least_temperature_and_the_outermost_seeds_work(
         (["--prompt", ":x", "--dtype", "int4"], "'--dtype': 'int4' is not one of"),
         (["--prompt", ":x", "--max-new-tokens", "0"], "'--max-new-tokens': "),
         (["--prompt", ":x", "--device", "abacus"], "'abacus' is no torch device"),
-        (["--prompt", ":x", "--device", "mps"], "cpu: the tensors are on mps, this backend runs on cpu"),
+        (["--prompt", ":x", "--device", "mps"], "cpu: the tensors are on mps, this"),
         (["--prompt", ":x", "--skip", "("], "skip '(' is not a regular expression"),
         (
             ["--prompt", ":x", "--skip", "sql=x"],

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from moegraft.backends.triton.config import GemmConfig
 from moegraft.backends.triton.device import is_interpreted
-from moegraft.backends.triton.prefill.block_groups import GROUP_RANKS, run_block_groups
-from moegraft.backends.triton.prefill.config import PrefillConfig
+from moegraft.backends.triton.prefill.block_groups import run_block_groups
+from moegraft.backends.triton.prefill.config import GROUP_RANKS, PrefillConfig
 from moegraft.backends.triton.prefill.group_shrink import run_group_shrink
 from moegraft.backends.triton.prefill.route import run_route
 from moegraft.backends.triton.prefill.token_order import token_order
@@ -96,3 +96,11 @@ def test_tokens_come_in_the_order_of_their_slots(tokens: int, num_slots: int) ->
         found = token_order(batch, num_slots)
     assert torch.equal(found.long(), slots.sort(stable=True).indices)
     assert token_order(batch, num_slots) is found, "made once per step"
+
+
+def test_numbers_that_are_no_slots_leave_a_permutation() -> None:
+    slots = torch.tensor([3, -7, 2**31 - 1, 0, -1, 64, -(2**31), 1], dtype=torch.int32)
+    with poisoned_empty(integers=True):
+        found = token_order(TokenSlots(slots, (0, 1, 3)), 4)
+    assert found[:6].tolist() == [1, 4, 6, 3, 7, 0], "none first, then slots 0, 1 and 3"
+    assert sorted(found[6:].tolist()) == [2, 5]

@@ -10,7 +10,7 @@ from moegraft.backends.triton.sync import launch_next, launch_wait
 
 @triton.jit
 def finalize_kernel(
-    y_ptr,  # [P, H] weighted rows
+    y_ptr,  # [P, H] weighted rows, or [rows, H] with BY_ROW
     pair_row_ptr,  # [P] int32, -1 = not local
     out_ptr,  # [T, H]
     slots_ptr,  # [T] int32; this and the next three only with DELTA

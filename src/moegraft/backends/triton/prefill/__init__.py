@@ -1,6 +1,7 @@
 """Layers with many rows per expert, where arithmetic is the limit and not bytes.
 
-    (token_order) -> route -> (block_groups, group_shrink) -> gate_up -> (group_shrink) -> down -> finalize
+    (token_order) -> route -> (block_groups, group_shrink) -> gate_up -> (group_shrink) -> down
+    -> finalize
 
 Tiles are large, the weights come by tensor map, and no delta lies in memory: the GEMMs take ``S``
 of their rows, ``max_rank`` values each, and add ``S B`` as further steps of their products.

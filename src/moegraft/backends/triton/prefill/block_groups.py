@@ -14,18 +14,20 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.prefill.config import (
+    GROUP_BYTES,
+    GROUP_RANKS,
+    STEP_GROUPS,
+    most_groups,
+)
 from moegraft.backends.triton.prefill.route import Rows
 from moegraft.backends.triton.segment_factors import load_factor
 from moegraft.factor_table import SiteTable
 from moegraft.factors import UNIT_BYTES
 
-#: Rank rows of a group.
-GROUP_RANKS = 16
-#: Groups are padded to a multiple of this many, with groups of no row.
-STEP_GROUPS = 4
 #: Words of a group. B: offset in the arena, elements between rank rows, live rows, and as int32
 #: segment and first rank row. A: the same, and as int32 the scale and 0.
-WORDS = 4
+WORDS = GROUP_BYTES // 8
 
 
 @triton.jit
@@ -164,9 +166,7 @@ def run_block_groups(
 ) -> BlockGroups:
     """Find each block's segments and groups."""
     projections, device = table.records.shape[1], slots.device
-    most = min(table.num_slots, block_m)
-    max_groups = most * triton.cdiv(table.max_rank, GROUP_RANKS)
-    max_groups = triton.cdiv(max_groups, STEP_GROUPS) * STEP_GROUPS
+    max_groups = most_groups(table, block_m)
     shape = (projections, rows.num_blocks, max_groups, WORDS)
     found = BlockGroups(
         table,
@@ -181,7 +181,7 @@ def run_block_groups(
         table.expert_map, found.row_segment, found.counts, found.a_groups, found.b_groups,
         table.records.stride(0), table.expert_map.stride(0), table.num_slots, rows.num_blocks,
         max_groups, TOP_K=top_k, PROJECTIONS=projections, UNIT=found.unit, BLOCK_M=block_m,
-        SLOTS=triton.next_power_of_2(most), num_warps=1,
+        SLOTS=triton.next_power_of_2(min(table.num_slots, block_m)), num_warps=1,
     )  # fmt: skip
     return found
 

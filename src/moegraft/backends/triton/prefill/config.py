@@ -9,6 +9,7 @@ import triton
 from moegraft.backends.triton.config import GemmConfig
 from moegraft.backends.triton.device import DeviceFacts
 from moegraft.backends.triton.workspace import y_dtype
+from moegraft.factor_table import SiteTable
 from moegraft.problem import Problem
 from moegraft.types import ExpertWeights
 
@@ -20,7 +21,13 @@ GLUON_OF = ("3.6.",)
 MAX_BYTES = 2**32
 #: Pairs of one round of launches at least, whatever their bytes.
 MIN_PIECE = 2**15
-#: Bytes of shared memory that the tiles take.
+#: Rows of a block.
+BLOCK_M = 128
+#: Rank rows of a group, and bytes of its description, of which A and B of a projection have one.
+GROUP_RANKS, GROUP_BYTES = 16, 32
+#: Groups of a block are padded to a multiple of this many, with groups of no row.
+STEP_GROUPS = 4
+#: Bytes of shared memory that a GPU must have for the tiles.
 SHARED_MEMORY = 200 * 1024
 
 
@@ -37,10 +44,10 @@ class PrefillConfig:
         shrink_groups: groups of rank rows that the shrink multiplies at a time.
         shrink_shares: programs that share the groups of the same rows.
         stages: K steps in flight of the Hopper GEMMs.
-        hopper: the Hopper GEMMs run, not the portable ones.
+        hopper: the Hopper GEMMs run, not the portable ones; but for an arena of another dtype.
     """
 
-    block_m: int = 128
+    block_m: int = BLOCK_M
     tail_m: int = 64
     gate_up: GemmConfig = field(default_factory=lambda: GemmConfig(128, 64, 8, 3))
     down: GemmConfig = field(default_factory=lambda: GemmConfig(256, 64, 8, 3))
@@ -53,7 +60,11 @@ class PrefillConfig:
 
 
 def prefill_config(problem: Problem, device: DeviceFacts) -> PrefillConfig | None:
-    """Return the tiles; None without enough rows per expert, or a device with tensor maps."""
+    """Return the tiles; None without enough rows per expert, 16 bits, or tensor maps.
+
+    Rows per expert are those of all pairs over the experts of this rank: too many where other
+    ranks have experts of their own.
+    """
     hopper = can_run_hopper(problem, device)
     least = MIN_ROWS_HOPPER if hopper else MIN_ROWS
     if problem.num_pairs < least * problem.num_experts or problem.dtype == "float32":
@@ -72,10 +83,24 @@ def can_run_hopper(problem: Problem, device: DeviceFacts) -> bool:
     return problem.hidden % 128 == 0 and problem.intermediate % 128 == 0
 
 
-def max_pairs(weights: ExpertWeights) -> int:
-    """Return how many pairs one round of launches takes, so that its work buffers stay bounded."""
-    y_bytes = weights.hidden * y_dtype(weights.dtype).itemsize
-    row = weights.intermediate * weights.down.element_size() + y_bytes
+def most_groups(table: SiteTable, block_m: int) -> int:
+    """Return how many groups a block of rows can have."""
+    groups = min(table.num_slots, block_m) * triton.cdiv(table.max_rank, GROUP_RANKS)
+    return triton.cdiv(groups, STEP_GROUPS) * STEP_GROUPS
+
+
+def max_pairs(weights: ExpertWeights, table: SiteTable | None = None) -> int:
+    """Return how many pairs one round of launches takes, so that its work buffers stay bounded.
+
+    Counts h and y of a pair, and with a table its S and its share of the groups of a full block;
+    not the rows that fill the last block of each expert.
+    """
+    size = weights.down.element_size()
+    row = weights.intermediate * size + weights.hidden * y_dtype(weights.dtype).itemsize
+    if table is not None:
+        sides = table.records.shape[1]
+        groups = most_groups(table, BLOCK_M)
+        row += sides * table.max_rank * size + 2 * sides * groups * GROUP_BYTES // BLOCK_M
     return max(MAX_BYTES // row, MIN_PIECE)
 
 

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moegraft.backends.triton.prefill.block_groups import GROUP_RANKS, BlockGroups
-from moegraft.backends.triton.prefill.config import PrefillConfig
+from moegraft.backends.triton.prefill.block_groups import BlockGroups
+from moegraft.backends.triton.prefill.config import GROUP_RANKS, PrefillConfig
 from moegraft.backends.triton.prefill.route import Rows
 
 #: Above this rank, more groups at a time are faster.

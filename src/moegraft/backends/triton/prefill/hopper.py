@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moegraft.backends.triton.activation import activation_constants
 from moegraft.backends.triton.device import device_facts
 from moegraft.backends.triton.prefill.block_groups import BlockGroups, gemm_operands
-from moegraft.backends.triton.prefill.config import PrefillConfig
+from moegraft.backends.triton.prefill.config import BLOCK_M, PrefillConfig
 from moegraft.backends.triton.prefill.hopper_gemm import hopper_gemm_kernel
 from moegraft.backends.triton.prefill.route import Rows
 from moegraft.types import ExpertWeights
@@ -32,7 +32,7 @@ def _grid(rows: Rows, tiles: int) -> tuple[int]:
 
 def _gathered(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a copy whose rows can be read 16 bytes at a time."""
-    if x.stride(0) % 8 or x.data_ptr() % 16:
+    if x.stride(0) % 16 or x.data_ptr() % 16:  # what the compiler asks of a number is 16
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
@@ -89,6 +89,7 @@ def _launch(
     sizes: tuple[int, int, int], config: PrefillConfig, constants: dict[str, Any],
 ) -> None:  # fmt: skip
     """Launch one GEMM; ``sizes`` are K, N and the stride of x."""
+    assert config.block_m == BLOCK_M, "the kernel's rows of a block"
     tiles = triton.cdiv(sizes[1], 128 if constants["GATED"] else 256)
     operands = gemm_operands(groups, rows, down)
     hopper_gemm_kernel[_grid(rows, tiles)](

@@ -35,7 +35,7 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
     if not has_tensor_map(call.weights):
         return run_layer(call, other)
     call = prepared(call)
-    most = max_pairs(call.weights)
+    most = max_pairs(call.weights, call.table if call.lora else None)
     if call.topk_ids.numel() > most:
         return in_pieces(call, lambda piece: run_prefill(piece, config, other), most)
     x, weights, table = call.x_TH, call.weights, call.table
@@ -46,7 +46,8 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
     gemms = portable
     if config.hopper and (table is None or table.arena.data.dtype == weights.dtype):
         from moegraft.backends.triton.prefill import hopper as gemms  # type: ignore[no-redef]
-    slots = call.slots if call.lora else None
+    # A table that only ever held empty slots has no ranks to make groups of.
+    slots = call.slots if call.lora and table is not None and table.max_rank else None
     order = groups = s = None
     if slots is not None and table is not None:
         order = token_order(slots, table.num_slots)

@@ -158,7 +158,6 @@ class Rows:
         live_blocks: int32 ``[1]``, how many blocks have rows.
     """
 
-    num_pairs: int
     num_blocks: int
     num_rows: int
     row_pair: torch.Tensor
@@ -184,7 +183,7 @@ def run_route(
 
     info = ints(blocks + 1)
     rows = Rows(
-        pairs, blocks, blocks * block_m, ints(blocks * block_m), ints(pairs), info[:blocks],
+        blocks, blocks * block_m, ints(blocks * block_m), ints(pairs), info[:blocks],
         info[blocks:],
     )  # fmt: skip
     counts, starts, totals = ints(chunks, bins), ints(chunks, bins), ints(bins)
@@ -197,7 +196,7 @@ def run_route(
         topk_ids, places, counts, starts, pairs, expert_offset, **constants, num_warps=4
     )
     route_scan_kernel[(triton.cdiv(bins, 8),)](
-        counts, totals, chunks, BINS=bins, BLOCK_C=min(128, triton.next_power_of_2(chunks)),
+        counts, totals, chunks, BINS=bins, BLOCK_C=32 if chunks <= 32 else 128,
         BLOCK_E=8, num_warps=4,
     )  # fmt: skip
     route_place_kernel[(chunks + BLOCK_PROGRAMS,)](

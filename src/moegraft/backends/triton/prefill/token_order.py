@@ -1,4 +1,4 @@
-"""Tokens in the order of their slots, in one launch; made once per step.
+"""Tokens in the order of their slots, in one launch; made once per step, or per piece of a call.
 
 Every program counts the slots of all tokens, which are few bytes, and places a chunk of its own:
 nothing has to be handed from one launch to the next.
@@ -17,6 +17,16 @@ from moegraft.types import TokenSlots
 CHUNK = 1024
 
 
+@triton.jit
+def _bins(slots_ptr, i, num_tokens, BINS: tl.constexpr):
+    """Return 0 for tokens without a slot, else slot + 1; the last one behind the tokens.
+
+    Numbers that are no slots, which an engine's buffer may hold, must not lead out of the bins.
+    """
+    slot = tl.load(slots_ptr + i, mask=i < num_tokens, other=BINS - 2)
+    return tl.minimum(tl.maximum(slot, -1), BINS - 2) + 1
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def token_order_kernel(
     slots_ptr,  # [T] int32, -1 = none
@@ -32,13 +42,11 @@ def token_order_kernel(
     earlier = tl.zeros([BINS], tl.int32)
     for c in range(0, tl.num_programs(0)):
         i = c * CHUNK + place
-        slot = tl.load(slots_ptr + i, mask=i < num_tokens, other=BINS - 2)
-        found = tl.histogram(tl.minimum(slot + 1, BINS - 1), BINS)
+        found = tl.histogram(_bins(slots_ptr, i, num_tokens, BINS), BINS)
         counts += found
         earlier += tl.where(c < chunk, found, 0)
     i = chunk * CHUNK + place
-    slot = tl.load(slots_ptr + i, mask=i < num_tokens, other=BINS - 2)
-    slot = tl.minimum(slot + 1, BINS - 1)
+    slot = _bins(slots_ptr, i, num_tokens, BINS)
     own = tl.histogram(slot, BINS)
     # Of a token at place p of the sorted chunk: p minus where its slot starts there.
     start = tl.cumsum(counts, 0) - counts + earlier - (tl.cumsum(own, 0) - own)
@@ -55,7 +63,7 @@ def token_order(slots: TokenSlots, num_slots: int) -> torch.Tensor:
         slots: of the batch; slots of ``num_slots`` and above count as equal.
         num_slots: slots of the table.
     """
-    key = ("token_order", is_capturing(slots))
+    key = ("token_order", num_slots, is_capturing(slots))
     found = slots.cache.get(key)
     if found is None:
         tokens = slots.slots.shape[0]
