@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +39,8 @@ def test_a_library_is_compiled_once_and_found_again(
         assert build.library_path.__wrapped__(worst) == first
     assert first.stat().st_mtime_ns == made
     assert [r.message.startswith("Compiled the CPU kernels") for r in caplog.records] == [True]
-    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    assert {path.suffix for path in first.parent.iterdir()} == {".so", ".sha256"}
+    assert len(list(first.parent.iterdir())) == 2
     first.chmod(0o722)
     with pytest.raises(BuildError, match="others may write to it"):
         build.library_path.__wrapped__(worst)
@@ -77,6 +81,7 @@ def test_a_compiler_that_does_not_know_the_best_instructions_gets_the_next(
         ({"MOEGRAFT_COMPILE": "0"}, "MOEGRAFT_COMPILE=0"),
         ({"PATH": ""}, "no C++ compiler"),
         ({"XDG_CACHE_HOME": "/dev/null"}, "no cache can be made"),
+        ({"CXX": '"c++'}, "it can't be built: No closing quotation"),
     ],
 )
 def test_without_a_build_there_is_a_reason_one_log_line_and_torch(
@@ -106,6 +111,58 @@ def test_without_a_build_there_is_a_reason_one_log_line_and_torch(
     finally:
         build.library_path.cache_clear()
         library_module._library.cache_clear()
+
+
+def test_a_disk_without_room_is_a_reason_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled.require()
+
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build.tempfile, "TemporaryDirectory", full)
+    with pytest.raises(BuildError, match="No space left on device"):
+        build.library_path.__wrapped__(available()[0])
+
+
+@pytest.mark.parametrize("damage", ["half", "empty", "another", "no checksum"])
+def test_a_damaged_library_is_built_again(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled.require()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    instructions = available()[-1]
+    path = build.library_path.__wrapped__(instructions)
+    whole = path.read_bytes()
+    if damage == "no checksum":
+        path.with_suffix(".sha256").unlink()
+    else:
+        path.write_bytes({"half": whole[: len(whole) // 2], "empty": b""}.get(damage, whole + b"."))
+    assert build.library_path.__wrapped__(instructions) == path
+    assert len(path.read_bytes()) == len(whole)
+
+
+def test_the_arena_lives_until_the_kernels_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bank that grows in another thread lets go of the old one, whose address they have."""
+    compiled.require()
+    layer = CASE.layer("cpp")
+    wanted = CASE.run(layer)
+    table = layer.table
+    assert table is not None
+    old = weakref.ref(table.arena.data.untyped_storage())
+    run, alive = Library.layer, []
+
+    def grown(library: Library, arguments: Any) -> None:
+        table.arena.data = table.arena.data.clone()
+        gc.collect()
+        alive.append(old() is not None)
+        run(library, arguments)
+
+    monkeypatch.setattr(Library, "layer", grown)
+    assert torch.equal(CASE.run(layer), wanted)
+    assert alive == [True]
 
 
 def test_instructions_may_be_chosen_among_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:

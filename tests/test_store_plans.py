@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moegraft.adapters import (
+    AdapterBank,
     AdapterSource,
     AdapterStore,
     AdapterUpdater,
@@ -16,6 +17,7 @@ from moegraft.adapters import (
     ReadOptions,
     make_source,
 )
+from moegraft.adapters.planned import PlannedUpdate, UnusualValuesError
 from moegraft.adapters.update_plan import TensorKinds, make_plan
 from moegraft.errors import AdapterError
 from moegraft.factors import TableLayout
@@ -126,6 +128,29 @@ def test_a_rank_plans_its_own_part(kind: str, part: Part, rank: int) -> None:
     data = torch.full((plan.pack.elements,), torch.nan)
     plan.fill(list(tensors.values()), data)
     assert torch.equal(data, wanted.data) and torch.equal(plan.pack.row, wanted.row)
+    assert plan.is_partial and not plan_of(tensors, new_bank()).is_partial
+
+
+def test_a_value_that_goes_to_another_rank_is_refused_here_too() -> None:
+    """Else one rank would serve the new version and the other the old one."""
+    shard = ExpertShard(ExpertPlacement.contiguous(EXPERTS, 0, 2), Part(0, WIDTH, WIDTH))
+    shards = RankShards(SITES, {site.name: shard for site in SITES if site.kind == "experts"})
+    bank = AdapterBank(shards.local_sites, num_slots=1, max_rank=16, dtype=torch.float32)
+
+    def local(source: AdapterSource, options: ReadOptions | None) -> BoundAdapter:
+        found = bound(source, options)
+        return replace(found, factors=shards.slice(found.factors).factors)
+
+    kinds = TensorKinds.of(per_expert(0))
+    assert kinds is not None
+    plan = make_plan(kinds, CONFIG, None, local, bank.layout, bank.dtype)
+    assert plan is not None
+    tensors = per_expert(1)
+    PlannedUpdate(plan, tuple(tensors.values())).entry(bank, "a", None)
+    last = f"layers.0.mlp.experts.{EXPERTS - 1}.up_proj.lora_B.weight"
+    tensors[last][0, 0] = torch.nan
+    with pytest.raises(UnusualValuesError):
+        PlannedUpdate(plan, tuple(tensors.values())).entry(bank, "a", None)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ class PlannedUpdate:
             entry.fill = fill
             return entry
         plan.fill(self.tensors, data)
-        if not is_finite(data):
+        # Where only a part goes to this rank, the others must say the same of theirs.
+        given = self.tensors if plan.is_partial else ()
+        if not is_finite(data) or not all(is_finite(tensor.float()) for tensor in given):
             raise UnusualValuesError
         return Entry(name, 0, Digest(checksum_of(packed, bank.layout)), packed, report, read_as)
 

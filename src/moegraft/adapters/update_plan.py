@@ -112,6 +112,12 @@ class UpdatePlan:
         return UpdateCopies.of(self)
 
     @cached_property
+    def is_partial(self) -> bool:
+        """True when some of the tensors' values go nowhere, as on a rank of several."""
+        moved = sum(math.prod(move.shape) for move in self.moves)
+        return moved < sum(math.prod(shape) for shape in self.kinds.shapes)
+
+    @cached_property
     def sums(self) -> SiteSums:
         """What the checksum needs of what a GPU has packed."""
         return SiteSums(self.pack.spans, self.dtype.itemsize)

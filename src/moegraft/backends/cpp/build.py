@@ -64,13 +64,34 @@ def library_path(instructions: InstructionSet) -> Path:
     """
     if platform.system() not in ("Linux", "Darwin"):
         raise BuildError(f"not tried on {platform.system()}")
+    try:
+        return _built(instructions)
+    except (OSError, ValueError) as error:  # a full or read-only disk, a CXX that is no command
+        raise BuildError(f"it can't be built: {error}") from error
+
+
+def _built(instructions: InstructionSet) -> Path:
     command = [*compiler(), *FLAGS, *instructions.flags]
     folder = _own_folder()
     target = folder / f"moegraft-{instructions.name}-{_fingerprint(command)}.so"
-    if not target.exists():
+    if not _is_whole(target):
         _compile(command, target)
     _check_owner(target)
     return target
+
+
+def _sum_of(library: Path) -> Path:
+    """Return the file with a library's checksum."""
+    return library.with_suffix(".sha256")
+
+
+def _is_whole(library: Path) -> bool:
+    """True for what was built: after a crash of the machine half a file may lie there."""
+    try:
+        wanted = _sum_of(library).read_text()
+        return hashlib.sha256(library.read_bytes()).hexdigest() == wanted
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _own_folder() -> Path:
@@ -114,7 +135,8 @@ def _compile(command: list[str], target: Path) -> None:
         try:
             done = subprocess.run(
                 [*command, str(SOURCE / "library.cpp"), "-o", str(built)],
-                capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False,
+                capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS,
+                check=False,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BuildError(f"{command[0]} doesn't run: {error}") from error
@@ -123,5 +145,8 @@ def _compile(command: list[str], target: Path) -> None:
             reason = (lines or done.stderr.splitlines() or ["no message"])[0].strip()
             raise BuildError(f"{command[0]} failed: {reason}")
         built.chmod(0o700)
+        digest = Path(folder) / "sha256"
+        digest.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
         built.replace(target)
+        digest.replace(_sum_of(target))
     logger.info("Compiled the CPU kernels in %.1f s into %s.", time.perf_counter() - start, target)

@@ -64,11 +64,14 @@ class CompiledLayer:
             scale=call.scale,
             threads=torch.get_num_threads(),
         )
+        arena = None
         if call.lora:
             assert call.table is not None and call.slots is not None
+            arena = call.table.arena.data
             arguments.slots = call.slots.slots.data_ptr()
-            arguments.table = table_struct(call.table)
+            arguments.table = table_struct(call.table, arena)
         self.library.layer(arguments)
+        del arena  # until here: a bank that grows meanwhile lets go of it
         return result if out is None or direct else out.copy_(result)
 
 
@@ -85,11 +88,15 @@ def _weights(weight_oi: torch.Tensor, bias: torch.Tensor | None) -> WeightsStruc
     return found
 
 
-def table_struct(table: SiteTable) -> TableStruct:
-    """Describe a site's table, for one call: the arena may move between two."""
+def table_struct(table: SiteTable, arena: torch.Tensor) -> TableStruct:
+    """Describe a site's table, for one call: the arena may move between two.
+
+    The caller holds ``arena``, the table's data, until the call is over: a bank that grows in
+    another thread lets go of it, and the library knows its address alone.
+    """
     records, expert_map = table.records, table.expert_map
     found = TableStruct(records=records.data_ptr(), slot_words=records.stride(0))
     if expert_map is not None:
         found.expert_map, found.map_stride = expert_map.data_ptr(), expert_map.stride(0)
-    found.arena, found.dtype = table.arena.data.data_ptr(), DTYPES[table.arena.data.dtype]
+    found.arena, found.dtype = arena.data_ptr(), DTYPES[arena.dtype]
     return found

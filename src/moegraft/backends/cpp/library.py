@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -65,6 +66,19 @@ class LinearStruct(ctypes.Structure):
     )  # fmt: skip
 
 
+def _loaded(path: Path) -> ctypes.CDLL:
+    """Load a library; BuildError unless its functions take what is given to them."""
+    try:
+        loaded = ctypes.CDLL(str(path))
+        for name, struct in (("layer", LayerStruct), ("linear", LinearStruct)):
+            size = loaded[f"moegraft_{name}_bytes"]
+            size.restype = c_int64
+            assert size() == ctypes.sizeof(struct), (name, size(), ctypes.sizeof(struct))
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"{path} can't be loaded: {error}") from error
+    return loaded
+
+
 class Library:
     """The functions of one built library.
 
@@ -77,15 +91,7 @@ class Library:
 
     def __init__(self, instructions: InstructionSet) -> None:
         self.instructions = instructions
-        path = library_path(instructions)
-        try:
-            loaded = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise BuildError(f"{path} can't be loaded: {error}") from error
-        for name, struct in (("layer", LayerStruct), ("linear", LinearStruct)):
-            size = loaded[f"moegraft_{name}_bytes"]
-            size.restype = c_int64
-            assert size() == ctypes.sizeof(struct), (name, size(), ctypes.sizeof(struct))
+        loaded = _loaded(library_path(instructions))
         self._layer, self._linear = loaded.moegraft_layer, loaded.moegraft_linear_lora
         self._layer.restype = self._linear.restype = c_int64
 

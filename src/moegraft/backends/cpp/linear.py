@@ -34,6 +34,7 @@ class CompiledStages(CpuStages):
         x = unit_columns(x)
         target = unit_columns(out)
         sizes = table.site.projections[0]
+        arena = table.arena.data
         self.library.linear_lora(
             LinearStruct(
                 x=x.data_ptr(),
@@ -46,9 +47,10 @@ class CompiledStages(CpuStages):
                 num_tokens=x.shape[0],
                 in_features=sizes.in_features,
                 out_features=sizes.out_features,
-                table=table_struct(table),
+                table=table_struct(table, arena),
                 threads=torch.get_num_threads(),
             )
         )
+        del arena  # until here: a bank that grows meanwhile lets go of it
         if target is not out:
             out.copy_(target)
