@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from moegraft.backends.cpp.library import Library
 from moegraft.backends.cpu import CpuStages
 from moegraft.backends.cpu.grouped import ALL_ROWS
 from moegraft.call import LayerCall
+from moegraft.errors import MoegraftError
 from moegraft.factor_table import site_table
 from moegraft.layer import run_stages
 from moegraft.linear import LinearLora
+from moegraft.ops import moe_lora
 from moegraft.reference import linear_lora_reference
 from moegraft.sites import expert_site, linear_site
 from moegraft.testing import (
@@ -215,3 +218,34 @@ def test_linears_of_odd_sizes_and_strides(
     columns = base.clone().t().contiguous().t()
     linear.add_to(columns[:, 1027:], x, TokenSlots.of(slots))
     assert_bit_equal(columns.contiguous(), packed, "by columns")
+
+
+def odd_case() -> LayerCase:
+    return layer_case(
+        9, mixed_adapters(expert_site("experts", 5, 24, 20), torch.float32), [-1, 0, 1, 2, 3, 4]
+    )
+
+
+def test_views_that_torch_negates_when_read_are_right_or_refused() -> None:
+    compiled.require()
+    case = odd_case()
+    table, slots, ids = case.table(), case.slots(), case.routing.topk_ids
+    wanted = case.run(case.layer("cpp"))
+    out = torch._neg_view(torch.zeros_like(case.x))
+    x, weights = torch._neg_view(-case.x), torch._neg_view(-case.routing.topk_weights)
+    options: dict[str, Any] = {"routed_scaling_factor": case.scale, "backend": "cpp"}
+    moe_lora(x, ids, weights, case.weights, table, slots, out=out, **options)
+    assert_bit_equal(out.resolve_neg(), wanted, "negated views")
+    negated = replace(case.weights, down=torch._neg_view(-case.weights.down))
+    with pytest.raises(MoegraftError, match=r"resolve_neg\(\)"):
+        moe_lora(case.x, ids, case.routing.topk_weights, negated, table, slots, **options)
+
+
+def test_slots_of_a_graph_are_refused() -> None:
+    """Nobody has looked at their numbers, and here they would be taken for addresses."""
+    compiled.require()
+    case = odd_case()
+    unknown = TokenSlots.captured(torch.full((9,), 1 << 30, dtype=torch.int32))
+    routing = case.routing
+    with pytest.raises(MoegraftError, match=r"TokenSlots\.of on the CPU"):
+        case.layer("cpp")(case.x, routing.topk_ids, routing.topk_weights, unknown)

@@ -146,6 +146,10 @@ def test_what_is_written_may_not_lie_in_what_is_read() -> None:
         ops.add_down_delta(delta[:, 1], delta)
     with pytest.raises(MoegraftError, match="out shares memory with x"):
         ops.moe_lora(CASE.x, IDS, WEIGHTS, CASE.weights, out=CASE.x[:])
+    memory = torch.zeros(CASE.x.numel())
+    inside = memory[: WEIGHTS.numel()].view(WEIGHTS.shape).copy_(WEIGHTS)
+    with pytest.raises(MoegraftError, match="out shares memory with topk_weights"):
+        ops.moe_lora(CASE.x, IDS, inside, CASE.weights, out=memory.view(CASE.x.shape))
     memory = torch.zeros(7 * 2 * 48)
     with pytest.raises(MoegraftError, match="activation_lora_input shares memory with gate_up_"):
         call(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -105,10 +106,16 @@ def find_problems(document: dict[str, Any]) -> list[dict[str, str]]:
         add("triton is not installed: no GPU kernels", "pip install triton")
     kernels = cpu["compiled_kernels"]
     if kernels["instructions"] is None:
+        setting, compiler = os.environ.get("MOEGRAFT_COMPILE"), os.environ.get("CXX")
+        remedy = "install a C++ compiler with OpenMP (such as g++), or ignore it where a GPU serves"
+        if setting:
+            remedy = f"unset MOEGRAFT_COMPILE, which is {setting!r}"
+        elif compiler:
+            remedy = f"correct or unset CXX, which is {compiler!r}"
         add(
             f"no compiled CPU kernels ({kernels['why_not']}): layers run on torch's operators, "
-            "which is slower",
-            "install a C++ compiler with OpenMP (such as g++), or ignore this where a GPU serves",
+            "which is slower, or not at all with a setting that is refused",
+            remedy,
         )
         if cpu["fast_bfloat16"] is False:
             add(

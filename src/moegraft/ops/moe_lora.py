@@ -42,7 +42,7 @@ def moe_lora(
             instead, and :meth:`TokenSlots.captured` for a CUDA graph or ``torch.compile``.
         expert_offset: global id of local expert 0.
         routed_scaling_factor: multiplies the sum, of base and delta alike.
-        out: ``[T, H]`` in x's dtype to write to; shares no memory with x.
+        out: ``[T, H]`` in x's dtype to write to; shares no memory with x, ids and weights.
         mode, backend: force the overlap mode, or a backend by name.
 
     Returns:
@@ -58,7 +58,7 @@ def moe_lora(
         if out is x:
             raise MoegraftError("out is x; the layer reads x while it writes.")
         check_tensor(out, "out", tuple(x.shape), x.device, x.dtype)
-        check_written(out, "out", {"x": x})
+        check_written(out, "out", {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights})
     check_call(experts, factors, x, topk_ids, topk_weights, slots)
     check_expert_offset(expert_offset)
     if factors is not None:

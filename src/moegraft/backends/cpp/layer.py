@@ -15,7 +15,9 @@ from moegraft.backends.cpp.library import (
     TableStruct,
     WeightsStruct,
 )
+from moegraft.backends.cpu import check_not_captured
 from moegraft.call import LayerCall
+from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
 
 
@@ -33,10 +35,12 @@ class CompiledLayer:
         """Run a checked call; see :class:`moegraft.call.LayerRun`."""
         weights, x = call.weights, unit_columns(call.x_TH)
         out = call.out
-        direct = out is not None and out.stride(1) == 1 and out.dtype == x.dtype
+        direct = (
+            out is not None and out.stride(1) == 1 and out.dtype == x.dtype and not out.is_neg()
+        )
         result = out if out is not None and direct else torch.empty(x.shape, dtype=x.dtype)
         ids = call.topk_ids.contiguous()
-        topk_weights = call.topk_weights.to(torch.float32).contiguous()
+        topk_weights = call.topk_weights.to(torch.float32).contiguous().resolve_neg()
         activation = weights.activation
         arguments = LayerStruct(
             x=x.data_ptr(),
@@ -67,6 +71,7 @@ class CompiledLayer:
         arena = None
         if call.lora:
             assert call.table is not None and call.slots is not None
+            check_not_captured(call.slots)
             arena = call.table.arena.data
             arguments.slots = call.slots.slots.data_ptr()
             arguments.table = table_struct(call.table, arena)
@@ -76,11 +81,16 @@ class CompiledLayer:
 
 
 def unit_columns(x: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose rows are contiguous; a copy where they are not."""
-    return x if x.stride(1) == 1 else x.contiguous()
+    """Return a matrix whose rows lie in memory as they are; a copy where they do not."""
+    return (x if x.stride(1) == 1 else x.contiguous()).resolve_neg()
 
 
 def _weights(weight_oi: torch.Tensor, bias: torch.Tensor | None) -> WeightsStruct:
+    if weight_oi.is_neg() or (bias is not None and bias.is_neg()):
+        raise MoegraftError(
+            "The experts' weights are a view that torch negates when it is read, which the "
+            "compiled kernels do not see: pass weight.resolve_neg()."
+        )
     found = WeightsStruct(weight_oi.data_ptr(), DTYPES[weight_oi.dtype], *weight_oi.stride())
     if bias is not None:
         found.bias, found.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]

@@ -32,7 +32,7 @@ class CompiledStages(CpuStages):
             super().linear_lora(x, table, slots, out)
             return
         x = unit_columns(x)
-        target = unit_columns(out)
+        target = unit_columns(out)  # a copy for views that memory does not hold as they are
         sizes = table.site.projections[0]
         arena = table.arena.data
         self.library.linear_lora(
