@@ -145,7 +145,7 @@ def run_threads(work: Callable[[int], None], count: int = 8) -> None:
     barrier, errors = threading.Barrier(count), []
 
     def run(i: int) -> None:
-        barrier.wait()
+        barrier.wait(timeout=60)
         try:
             work(i)
         except BaseException as error:
@@ -154,8 +154,15 @@ def run_threads(work: Callable[[int], None], count: int = 8) -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # as many interleavings as possible
     threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
+    # Not traced by coverage: of two threads that set their trace functions at once, Python 3.11
+    # ends one before it has begun, and the others would wait for it.
+    traced = threading.gettrace()
+    threading.settrace(None)  # type: ignore[arg-type]
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        threading.settrace(traced)  # type: ignore[arg-type]
     for thread in threads:
         thread.join(timeout=60)
     sys.setswitchinterval(interval)
