@@ -25,6 +25,7 @@ from moegraft.packing import pack_adapter
 from moegraft.sites import expert_site, linear_site
 from moegraft.testing import assert_same_factors, bound_adapter
 from moegraft.types import LoraFactor, SiteFactors
+from start_threads import start_all
 
 SITES = (
     expert_site("layers.0.experts", 4, 8, 6),
@@ -154,15 +155,7 @@ def run_threads(work: Callable[[int], None], count: int = 8) -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # as many interleavings as possible
     threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    # Not traced by coverage: of two threads that set their trace functions at once, Python 3.11
-    # ends one before it has begun, and the others would wait for it.
-    traced = threading.gettrace()
-    threading.settrace(None)  # type: ignore[arg-type]
-    try:
-        for thread in threads:
-            thread.start()
-    finally:
-        threading.settrace(traced)  # type: ignore[arg-type]
+    start_all(threads)
     for thread in threads:
         thread.join(timeout=60)
     sys.setswitchinterval(interval)

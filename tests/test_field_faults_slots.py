@@ -16,6 +16,7 @@ from audit import adapter_files, what_happens
 from moegraft.errors import AdapterError
 from moegraft.hosts.transformers import Graft
 from moegraft.testing import assert_bit_equal
+from start_threads import start_all
 from test_host_lifecycle import A, B, C, assert_generates, at_step
 from tiny_grafts import generate, load_cases, new_graft, prompts
 
@@ -72,8 +73,7 @@ def test_of_two_services_that_load_one_name_one_gets_it(graft: Graft) -> None:
             refused.append(case)
 
     threads = [threading.Thread(target=serve, args=((A, B)[i % 2],)) for i in range(8)]
-    for thread in threads:
-        thread.start()
+    start_all(threads)
     for thread in threads:
         thread.join(60)
     assert len(got) == 1 and len(refused) == 7

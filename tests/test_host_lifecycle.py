@@ -17,6 +17,7 @@ import tiny
 from moegraft.errors import AdapterError, MoegraftError, UnsupportedError
 from moegraft.hosts.transformers import Graft
 from moegraft.testing import assert_bit_equal, assert_close
+from start_threads import start_all
 from tiny_grafts import generate, load_cases, model_for, new_graft, prompts, row_of
 
 QWEN = "peft/0.21.2/qwen3_moe/"
@@ -253,8 +254,7 @@ def test_two_threads_with_different_adapters_each_get_their_own_rows(graft: Graf
                 wrong.append(f"thread {job}")
 
     threads = [threading.Thread(target=work, args=(job,)) for job in range(len(jobs))]
-    for thread in threads:
-        thread.start()
+    start_all(threads)
     for thread in threads:
         thread.join()
     assert not wrong
