@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,31 @@ def progress() -> Iterator[Say]:
         return
     with console.status("") as status:
         yield status.update
+
+
+def collect(
+    run: Callable[[Say], Iterator[records.Record]],
+    out: Path | None,
+    line: Callable[[records.Record], str] | None = None,
+) -> list[records.Record]:
+    """Return a measurement's records; each is appended to ``out`` when it is there.
+
+    Args:
+        run: makes them; what it is given shows what runs now.
+        out: JSON lines; MoegraftError before anything runs if it can't be written.
+        line: a record for people, shown when it is there.
+    """
+    if out is not None:
+        records.check_writable(out)
+    found: list[records.Record] = []
+    with progress() as say:
+        for record in run(say):
+            found.append(record)
+            if out is not None:
+                records.append(out, record)
+            if line is not None:
+                say(line(record))
+    return found
 
 
 def decode(
@@ -120,15 +146,7 @@ def _measure_layers(
     device = require_gpu()
     if plot is not None:
         check_picture(plot)
-    if out is not None:
-        records.check_writable(out)
-    found: list[records.Record] = []
-    with progress() as say:
-        for record in run(device, say):
-            found.append(record)
-            if out is not None:
-                records.append(out, record)
-            say(decode_line(record))
+    found = collect(partial(run, device), out, decode_line)
     document: dict[str, Any] = {"records": records.rounded(found), "wrong": wrong(found)}
     text = table(found)
     if plot is not None:
@@ -185,14 +203,7 @@ def end_to_end(
     model = WholeModel(layers=layers)
     options = EndToEndOptions(model, rows, adapters, rank, prompt, steps, commit)
     device = require_gpu()
-    if out is not None:
-        records.check_writable(out)
-    found: list[records.Record] = []
-    with progress() as say:
-        for record in run_e2e(options, device, say):
-            found.append(record)
-            if out is not None:
-                records.append(out, record)
+    found = collect(partial(run_e2e, options, device), out)
     errors = [record["error"] for record in found if "error" in record]
     document = {"records": records.rounded(found), "wrong": errors}
     return Result(document, e2e_table(found), exit_code=1 if errors else 0)
@@ -217,14 +228,7 @@ def load(
     from moegraft.bench.report import load_table
 
     options = LoadOptions(LoadCase(layers=layers), adapters, repeats, folder, commit)
-    if out is not None:
-        records.check_writable(out)
-    found: list[records.Record] = []
-    with progress() as say:
-        for record in run_load(options, say):
-            found.append(record)
-            if out is not None:
-                records.append(out, record)
+    found = collect(partial(run_load, options), out)
     missed = [record["part"] for record in found if not record.get("met", True)]
     document = {"records": records.rounded(found), "missed": missed}
     return Result(document, load_table(found))

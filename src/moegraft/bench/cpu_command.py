@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moegraft.bench import records
-from moegraft.bench.commands import Result, progress
+from moegraft.bench.commands import Result, collect
 from moegraft.bench.cpu import BAR_SHAPE, CpuOptions, run_cpu
 from moegraft.bench.cpu_model import SmallModel
 from moegraft.bench.cpu_plot import plot_cpu
@@ -35,15 +36,7 @@ def measure_cpu(
     """
     if plot is not None:
         check_picture(plot)
-    if out is not None:
-        records.check_writable(out)
-    found: list[records.Record] = []
-    with progress() as say:
-        for record in run_cpu(options, say):
-            found.append(record)
-            if out is not None:
-                records.append(out, record)
-            say(cpu_line(record))
+    found = collect(partial(run_cpu, options), out, cpu_line)
     text = cpu_table(found)
     missed = [
         {"part": record["part"], "dtype": record["dtype"], "tokens": record.get("tokens"), **bar}
