@@ -16,13 +16,13 @@ from moegraft.bench.cases import (
     make_case,
     random_layer,
     random_table,
-    refuse_too_large,
     rotated_ids,
     spread_slots,
 )
 from moegraft.bench.decode import DecodeSettings, run_decode, wrong
 from moegraft.bench.harness import MachineLimits, Timer, Timing
 from moegraft.bench.layer_runs import CheckedRun, Expected, LayerRun, WrongResultError
+from moegraft.bench.made import refuse_too_large
 from moegraft.bench.options import DecodeRequest, decode_requests, suite_requests
 from moegraft.bench.report import decode_line, decode_table
 from moegraft.bench.shapes import MODELS, ModelShape, model_shape

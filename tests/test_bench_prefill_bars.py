@@ -9,18 +9,20 @@ import pytest
 import torch
 
 from moegraft.bench import commands, records
+from moegraft.bench.bars import bars_table
 from moegraft.bench.curves import kept_curves, share_curves, split, time_curves
 from moegraft.bench.decode import DecodeSettings, run_decode
 from moegraft.bench.options import DecodeRequest
 from moegraft.bench.peers import peers_of
 from moegraft.bench.plot import plot_layers
 from moegraft.bench.prefill import PrefillSettings, run_prefill
-from moegraft.bench.prefill_bars import BARS, bars_of, bars_table
+from moegraft.bench.prefill_bars import BARS, prefill_bars
 from moegraft.bench.prefill_options import (
     BASE_ONLY,
     INTERLEAVED,
     SEQUENCES,
     PrefillRequest,
+    default_prefill_models,
     prefill_suite,
 )
 from moegraft.bench.shapes import ModelShape
@@ -64,7 +66,7 @@ def of_an_h200(
 
 
 def met(found: list[records.Record]) -> dict[str, bool | None]:
-    return {o.bar.what: o.met for o in bars_of(found)}
+    return {o.bar.what: o.met for o in prefill_bars(found)}
 
 
 def test_bars_are_met_or_missed_by_the_figures(prefilled: list[records.Record]) -> None:
@@ -76,14 +78,14 @@ def test_bars_are_met_or_missed_by_the_figures(prefilled: list[records.Record]) 
         "best peer's LoRA over ours": True,
         "LoRA over the best peer without LoRA": True,
     }
-    values = {o.bar.what: o.value for o in bars_of([good])}
+    values = {o.bar.what: o.value for o in prefill_bars([good])}
     assert values["base, TFLOP/s"] == 618 and values["grouped_mm over base"] == 1.286
     assert values["best peer's LoRA over ours"] == 1871 / 1050
     assert values["LoRA over the best peer without LoRA"] == 1050 / 1431
     slow = of_an_h200(prefilled[0], 8192, base_us=1000, lora_us=1300)
     assert set(met([good, slow]).values()) == {True, False}, "the later record counts"
     assert met([slow])["LoRA over the best peer without LoRA"] is False
-    text = bars_table(bars_of([slow]))
+    text = bars_table(prefill_bars([slow]))
     assert "MISSED" in text and ">= 0.93" in text and "<= 0.9" in text
 
 
@@ -91,17 +93,17 @@ def test_retention_does_not_count_on_a_slow_base(prefilled: list[records.Record]
     slow_base = of_an_h200(prefilled[0], 8192, base_us=1200, lora_us=1210)
     found = met([slow_base])
     assert found["base, TFLOP/s"] is False and found["base over LoRA"] is None
-    assert "base below its bar" in bars_table(bars_of([slow_base]))
+    assert "base below its bar" in bars_table(prefill_bars([slow_base]))
     alone = of_an_h200(prefilled[0], 32768, base_us=4000, lora_us=4100)
     assert met([alone])["base over LoRA"] is None, "its base was not measured at 8192"
 
 
 def test_bars_need_their_device_and_their_case(prefilled: list[records.Record]) -> None:
-    assert bars_of(prefilled) == [] and bars_table([]) == ""
+    assert prefill_bars(prefilled) == [] and bars_table([]) == ""
     good = of_an_h200(prefilled[0], 512, 300, 400)
     assert set(met([good])) == {"LoRA over its limit with rows", "best peer's LoRA over ours"}
     for other in ({"device": "NVIDIA L4"}, {"adapters": 4}, {"kind": "fused"}, {"rank": 8}):
-        assert not bars_of([{**good, **other}])
+        assert not prefill_bars([{**good, **other}])
 
 
 def test_what_is_wrong_misses_its_bars(prefilled: list[records.Record]) -> None:
@@ -114,12 +116,15 @@ def test_what_is_wrong_misses_its_bars(prefilled: list[records.Record]) -> None:
 
 
 def test_every_bar_is_measured_by_the_record_suite() -> None:
-    suite = {
-        (r.shape.name, r.tokens, r.rank, r.batch) for r in prefill_suite("record", ["q30", "q35"])
-    }
     for bar in BARS:
+        models = default_prefill_models(bar.weight_format)
+        suite = {
+            (r.shape.name, r.tokens, r.rank, r.batch, r.weight_format)
+            for r in prefill_suite("record", models, bar.weight_format)
+        }
         for model in bar.models:
-            assert suite >= {(model, t, bar.rank, bar.batch) for t in bar.tokens}, bar
+            cases = {(model, t, bar.rank, bar.batch, bar.weight_format) for t in bar.tokens}
+            assert suite >= cases, bar
         if bar.stretch is not None:
             assert bar.reached(bar.stretch) and bar.reached(bar.bar)
 

@@ -13,12 +13,15 @@ from moegraft.bench.options import (
     AUTO,
     CPU_TOKENS,
     DECODE_TOKENS,
+    UNQUANTIZED,
     decode_requests,
+    default_models,
     suite_requests,
 )
 from moegraft.bench.prefill_options import (
     PREFILL_TOKENS,
     SEQUENCES,
+    default_prefill_models,
     prefill_requests,
     prefill_suite,
 )
@@ -107,6 +110,7 @@ def _layer_options(command: argparse.ArgumentParser, tokens: str, slots: int, re
     command.add_argument("--slots", type=int, default=slots)
     command.add_argument("--kind", default="separate")
     command.add_argument("--modes", default=AUTO)
+    command.add_argument("--format", default=UNQUANTIZED, help="of the experts' weights")
     command.add_argument("--suite", help="record or quick, in place of the options above")
     command.add_argument("--repeats", type=int, default=repeats)
     command.add_argument("--commit")
@@ -171,23 +175,25 @@ def _tune(a: argparse.Namespace) -> commands.Result:
 
 
 def _decode(a: argparse.Namespace) -> commands.Result:
-    models = a.model or ["q30", "q35"]
+    models = a.model or default_models(a.format)
     if a.suite:
-        requests = suite_requests(a.suite, models)
+        requests = suite_requests(a.suite, models, a.format)
     else:
-        requests = decode_requests(models, a.tokens, a.rank, a.adapters, a.slots, a.kind, a.modes)
+        requests = decode_requests(
+            models, a.tokens, a.rank, a.adapters, a.slots, a.kind, a.modes, a.format
+        )
     return commands.decode(
         requests, repeats=a.repeats, cold=a.cold, commit=a.commit, out=a.out, plot=a.plot
     )
 
 
 def _prefill(a: argparse.Namespace) -> commands.Result:
-    models = a.model or ["q30", "q35"]
+    models = a.model or default_prefill_models(a.format)
     if a.suite:
-        requests = prefill_suite(a.suite, models)
+        requests = prefill_suite(a.suite, models, a.format)
     else:
         requests = prefill_requests(
-            models, a.tokens, a.rank, a.adapters, a.slots, a.kind, a.batch, a.modes
+            models, a.tokens, a.rank, a.adapters, a.slots, a.kind, a.batch, a.modes, a.format
         )
     return commands.prefill(requests, repeats=a.repeats, commit=a.commit, out=a.out, plot=a.plot)
 

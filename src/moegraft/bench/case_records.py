@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import torch
 
 from moegraft.bench import records
-from moegraft.bench.cases import DecodeCase, Made, check_memory
+from moegraft.bench.cases import DecodeCase
 from moegraft.bench.harness import MachineLimits, measure_limits
+from moegraft.bench.made import Made, check_format, check_memory
 from moegraft.bench.options import DecodeRequest
 from moegraft.bench.peers import peers_of
 from moegraft.bench.traffic import Traffic
-from moegraft.factor_table import SiteTable
-from moegraft.types import ExpertWeights
+from moegraft.quant.formats import format_of
 
 _Request = TypeVar("_Request", bound=DecodeRequest)
 
@@ -24,7 +24,7 @@ def measure_each(
     requests: Sequence[_Request],
     device: torch.device,
     head: records.Record,
-    measure: Callable[[_Request, ExpertWeights, SiteTable, MachineLimits], records.Record],
+    measure: Callable[[_Request, Made, MachineLimits], records.Record],
     say: Callable[[str], None],
 ) -> Iterator[records.Record]:
     """Measure the device's limits, then requests one by one; yields a record for each.
@@ -34,22 +34,29 @@ def measure_each(
             weights and adapters.
         device: where.
         head: what every record begins with.
-        measure: returns a record's own part.
+        measure: returns a record's own part, given what makes the weights and adapters.
         say: is told what runs now.
 
     Raises:
         MoegraftError: a request needs too much memory; said before anything is measured.
+        PlanError: no backend runs a request's weight format; likewise, with each one's reason.
     """
     for request in requests:
         check_memory(request, device)
+        check_format(request, device)
     say("measuring the limits of the device")
-    limits = measure_limits(device)
+    limits = measure_limits(device, fp8=any(_multiplies_fp8(r) for r in requests))
     inputs = Made(device)
     for request in requests:
         say(request.title())
-        mine = measure(request, *inputs.get(request), limits)
+        mine = measure(request, inputs, limits)
         _free_graphs(device)
         yield {**head, "limits": limits.record(), **mine}
+
+
+def _multiplies_fp8(request: DecodeRequest) -> bool:
+    """True when the base's activations are FP8 too."""
+    return request.quantised and format_of(request.weight_format).activation_group is not None
 
 
 def _free_graphs(device: torch.device) -> None:
@@ -61,10 +68,17 @@ def _free_graphs(device: torch.device) -> None:
 
 def limits_us(limits: MachineLimits, traffic: Traffic) -> dict[str, float]:
     """Return the least microseconds of a layer without and with the adapters."""
-    base, both = traffic.base_bytes, traffic.base_bytes + traffic.factor_bytes
+    return least_us(limits, traffic, 0.0)
+
+
+def least_us(limits: MachineLimits, traffic: Traffic, row_bytes: float) -> dict[str, float]:
+    """As :func:`limits_us`, with bytes of rows beside those of weights and factors."""
+    base, fp8 = traffic.base_bytes + row_bytes, traffic.base_fp8_flops
+    flops = traffic.base_flops - fp8
+    both = base + traffic.factor_bytes
     return {
-        "base": limits.seconds(base, traffic.base_flops) * 1e6,
-        "lora": limits.seconds(both, traffic.base_flops + traffic.lora_flops) * 1e6,
+        "base": limits.seconds(base, flops, fp8) * 1e6,
+        "lora": limits.seconds(both, flops + traffic.lora_flops, fp8) * 1e6,
     }
 
 
@@ -80,10 +94,17 @@ def case_record(case: DecodeCase, limits: MachineLimits) -> dict[str, Any]:
         "live": len(case.live),
         "slots": request.slots,
         "kind": request.kind,
+        "weight_format": request.weight_format,
         "input_sets": len(case.sets),
         "reuse_bytes": case.reuse_bytes(),
         "modes": {},
         "peers": peers_of(
-            shape.name, request.tokens, request.rank, request.live, request.kind, limits.copy
+            shape.name,
+            request.tokens,
+            request.rank,
+            request.live,
+            request.kind,
+            limits.copy,
+            request.weight_format,
         ),
     }

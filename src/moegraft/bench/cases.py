@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
 from moegraft.bench.harness import L2_TIMES
-from moegraft.bench.options import DecodeRequest
+from moegraft.bench.options import UNQUANTIZED, DecodeRequest
 from moegraft.bench.shapes import ModelShape
 from moegraft.bench.traffic import Traffic, expert_bytes, layer_traffic, reuse_bytes
-from moegraft.errors import MoegraftError
 from moegraft.factor_table import Arena, SiteTable
 from moegraft.factors import RANK_I32, UNIT_BYTES, TableLayout
 from moegraft.packing import pack_adapter
@@ -29,9 +26,12 @@ _STYLES = {
     ),
     "relu2": (Activation("relu2"), WeightLayout("no_gate")),
 }
-#: Share of the free memory that weights and adapters may take; the rest is for work buffers.
-_MEMORY_SHARE = 0.8
 _MIN_SETS, _MAX_SETS = 3, 32
+
+
+def style_of(shape: ModelShape) -> tuple[Activation, WeightLayout]:
+    """Return a model's activation, and the layout of its unquantised weights."""
+    return _STYLES[shape.kind]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +53,7 @@ class DecodeCase:
         sets: input sets that run one after the other, so that weights come from memory.
         slots: int32 ``[T]``, the adapter slot of each token; a graph reads it at this address.
         live: the distinct slots.
+        plain: of quantised weights: bf16 weights of the same model, to compare speeds with.
     """
 
     request: DecodeRequest
@@ -61,6 +62,14 @@ class DecodeCase:
     sets: tuple[Inputs, ...]
     slots: torch.Tensor
     live: tuple[int, ...]
+    plain: ExpertWeights | None = None
+
+    def unquantised(self) -> DecodeCase | None:
+        """Return the same calls of the ``plain`` weights without adapters; None without them."""
+        if self.plain is None:
+            return None
+        request = replace(self.request, weight_format=UNQUANTIZED)
+        return replace(self, request=request, weights=self.plain, live=(), plain=None)
 
     def traffic(self) -> Traffic:
         """Return the mean traffic of the input sets."""
@@ -72,29 +81,15 @@ class DecodeCase:
         return reuse_bytes([s.topk_ids.cpu() for s in self.sets], expert_bytes(self.weights))
 
 
-def check_memory(request: DecodeRequest, device: torch.device) -> None:
-    """Raise :class:`MoegraftError` unless weights and adapters fit a GPU's free memory."""
-    if device.type != "cuda":
-        return
-    free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    refuse_too_large(request, free)
-
-
-def refuse_too_large(request: DecodeRequest, free_bytes: int) -> None:
-    """Raise :class:`MoegraftError` when a request needs too much of this many bytes."""
-    if request.bytes_needed > _MEMORY_SHARE * free_bytes:
-        raise MoegraftError(
-            f"{request.title()} needs {request.bytes_needed / 1e9:.1f} GB for weights and "
-            f"adapters, {free_bytes / 1e9:.1f} GB are free and a fifth of it is kept for work "
-            "buffers: lower --slots or --rank, or take a smaller model."
-        )
-
-
 def random_layer(shape: ModelShape, device: torch.device, seed: int = 0) -> ExpertWeights:
     """Return bf16 weights drawn on the device, sized so that gate, up and y are of size 1."""
-    activation, layout = _STYLES[shape.kind]
-    generator = torch.Generator(device).manual_seed(seed)
+    return draw_layer(shape, torch.Generator(device).manual_seed(seed))
+
+
+def draw_layer(shape: ModelShape, generator: torch.Generator) -> ExpertWeights:
+    """Draw the next bf16 weights of a generator, on its device."""
+    activation, layout = style_of(shape)
+    device = generator.device
     experts, hidden, inter = shape.num_experts, shape.hidden, shape.intermediate
     wide = shape.sides * inter
 
@@ -123,7 +118,7 @@ def random_table(
     The records are packed once on the host, from factors without memory; the values are drawn
     where they lie, so that many large adapters take seconds.
     """
-    layout = _STYLES[shape.kind][1]
+    layout = style_of(shape)[1]
     site = expert_site("experts", shape.num_experts, shape.hidden, shape.intermediate, layout)
     tables = TableLayout.of([site])
     packed = pack_adapter({site.name: blank_factors(site, rank, kind)}, tables, torch.bfloat16)
@@ -173,36 +168,6 @@ def draw_factors(
         rank, width = factor.lora_A.shape[1:]
         factor.lora_A.normal_(0.0, 1 / math.sqrt(width), generator=generator)
         factor.lora_B.normal_(0.0, size / (math.sqrt(rank) * factor.scale), generator=generator)
-
-
-class Made:
-    """The last weights and table, which the next request may share."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._weights: tuple[str, ExpertWeights] | None = None
-        self._table: tuple[tuple[Any, ...], SiteTable] | None = None
-
-    def get(self, request: DecodeRequest) -> tuple[ExpertWeights, SiteTable]:
-        """Return a request's weights and table, freeing those of another request first."""
-        key = (request.shape.name, request.rank, request.slots, request.kind)
-        if self._table is not None and self._table[0] != key:
-            self._table = None
-        if self._weights is not None and self._weights[0] != request.shape.name:
-            self._weights = None
-        if self._table is None:
-            gc.collect()
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-            check_memory(request, self._device)
-        if self._weights is None:
-            self._weights = (request.shape.name, random_layer(request.shape, self._device))
-        if self._table is None:
-            made = random_table(
-                request.shape, request.rank, request.slots, request.kind, self._device
-            )
-            self._table = (key, made)
-        return self._weights[1], self._table[1]
 
 
 def make_case(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ from moegraft.errors import MoegraftError
 
 if TYPE_CHECKING:
     import torch
+
+    from moegraft.bench.bars import Outcome
 
 Say = Callable[[str], None]
 
@@ -88,16 +90,20 @@ def decode(
 ) -> Result:
     """Measure decode requests; write records as they come, and pictures at the end.
 
+    On an H200 with the bars of its cases.
+
     Raises:
         MoegraftError: no GPU, too little memory, or a file that can't be written.
+        PlanError: no backend runs a weight format.
     """
     from moegraft.bench.decode import DecodeSettings, run_decode
+    from moegraft.bench.decode_bars import decode_bars
     from moegraft.bench.report import decode_table
 
     def run(device: torch.device, say: Say) -> Iterator[records.Record]:
         return run_decode(requests, device, DecodeSettings(repeats, cold, commit), say)
 
-    return _measure_layers(run, decode_table, repeats, out, plot)
+    return _measure_layers(run, decode_table, decode_bars, repeats, out, plot)
 
 
 def prefill(
@@ -108,34 +114,32 @@ def prefill(
     out: Path | None = None,
     plot: Path | None = None,
 ) -> Result:
-    """Measure prefill requests; otherwise as :func:`decode`. On an H200 with the bars of its cases.
+    """Measure prefill requests; otherwise as :func:`decode`.
 
     Raises:
         MoegraftError: no GPU, too little memory, or a file that can't be written.
+        PlanError: no backend runs a weight format.
     """
     from moegraft.bench.prefill import PrefillSettings, run_prefill
-    from moegraft.bench.prefill_bars import bars_of, bars_table
+    from moegraft.bench.prefill_bars import prefill_bars
     from moegraft.bench.prefill_report import prefill_table
 
     def run(device: torch.device, say: Say) -> Iterator[records.Record]:
         return run_prefill(requests, device, PrefillSettings(repeats, commit), say)
 
-    def table(found: Sequence[records.Record]) -> str:
-        return "\n\n".join(filter(None, (prefill_table(found), bars_table(bars_of(found)))))
-
-    result = _measure_layers(run, table, repeats, out, plot)
-    bars = [bar.record() for bar in bars_of(result.document["records"])]
-    return replace(result, document={**result.document, "bars": bars})
+    return _measure_layers(run, prefill_table, prefill_bars, repeats, out, plot)
 
 
 def _measure_layers(
     run: Callable[[torch.device, Say], Iterator[records.Record]],
     table: Callable[[Sequence[records.Record]], str],
+    bars: Callable[[Sequence[records.Record]], list[Outcome]],
     repeats: int,
     out: Path | None,
     plot: Path | None,
 ) -> Result:
     """Run a measurement of layers on the GPU: records to ``out``, pictures to ``plot``."""
+    from moegraft.bench.bars import bars_table
     from moegraft.bench.decode import wrong
     from moegraft.bench.harness import require_gpu
     from moegraft.bench.plot import check_picture
@@ -147,8 +151,13 @@ def _measure_layers(
     if plot is not None:
         check_picture(plot)
     found = collect(partial(run, device), out, decode_line)
-    document: dict[str, Any] = {"records": records.rounded(found), "wrong": wrong(found)}
-    text = table(found)
+    reached = bars(records.rounded(found))
+    document: dict[str, Any] = {
+        "records": records.rounded(found),
+        "wrong": wrong(found),
+        "bars": [outcome.record() for outcome in reached],
+    }
+    text = "\n\n".join(filter(None, (table(found), bars_table(reached))))
     if plot is not None:
         from moegraft.bench.plot import plot_layers
 

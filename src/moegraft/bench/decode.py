@@ -7,7 +7,7 @@ Every figure of ours stands beside a passed check of the very graph that was tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,10 +25,9 @@ from moegraft.bench.layer_runs import (
     checked_mode,
     cold_us,
 )
+from moegraft.bench.made import Made
 from moegraft.bench.options import AUTO, DecodeRequest
 from moegraft.bench.peers import grouped_mm_seconds, live_peers
-from moegraft.factor_table import SiteTable
-from moegraft.types import ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,9 @@ def run_decode(
     settings = settings or DecodeSettings()
     timer, cold = Timer(device, settings.repeats), settings.cold
 
-    def measure(
-        request: DecodeRequest, weights: ExpertWeights, table: SiteTable, limits: MachineLimits
-    ) -> records.Record:
-        case = make_case(request, weights, table, l2_bytes(device))
-        return measure_case(case, limits, timer, cold)
+    def measure(request: DecodeRequest, made: Made, limits: MachineLimits) -> records.Record:
+        case = make_case(request, *made.get(request), l2_bytes(device))
+        return measure_case(replace(case, plain=made.plain(request)), limits, timer, cold)
 
     head = records.header(records.DECODE, settings.commit)
     yield from measure_each(requests, device, head, measure, say)
@@ -83,6 +80,12 @@ def measure_case(
     except WrongResultError as error:
         return {**mine, "base": {"error": str(error)}}
     base["share_of_limit"] = limit["base"] / base["us"]
+    plain = case.unquantised()
+    if plain is not None:
+        try:
+            mine["bf16_base"] = _measure_base(plain, Expected(plain), timer, cold=False)
+        except WrongResultError as error:
+            mine["bf16_base"] = {"error": str(error)}
     runs: dict[str, CheckedRun] = {}
     for wanted in request.modes:
         name, found = _measure_mode(case, wanted, expected, timer, cold, runs)
@@ -94,8 +97,8 @@ def measure_case(
         mine["modes"][name] = found
     grouped = grouped_mm_seconds(case, timer)
     mine["grouped_mm_us"] = None if grouped is None else grouped * 1e6
-    plain = LayerRun.of_layer(case, "base", lora=False).call(0)
-    mine["live_peers"] = live_peers(case, plain, timer)
+    ours = LayerRun.of_layer(case, "base", lora=False).call(0)
+    mine["live_peers"] = live_peers(case, ours, timer)
     return mine
 
 
@@ -128,5 +131,7 @@ def _measure_mode(
 
 def wrong(found: Sequence[records.Record]) -> list[str]:
     """Return what failed its check in some records."""
-    parts = [part for r in found for part in (r["base"], *r["modes"].values())]
+    parts = [
+        part for r in found for part in (r["base"], r.get("bf16_base", {}), *r["modes"].values())
+    ]
     return [part["error"] for part in parts if "error" in part]

@@ -14,6 +14,8 @@ import torch
 from moegraft.activations import apply_activation
 from moegraft.bench.cases import DecodeCase
 from moegraft.bench.layer_runs import Expected
+from moegraft.quant.activations import rounded_activations
+from moegraft.quant.experts import Side, expert_matrix, weight_format_of
 from moegraft.testing.compare import ROW_FACTOR, TOLERANCES
 from moegraft.types import ExpertWeights, SiteFactors
 
@@ -124,13 +126,14 @@ class _Rows:
         self._expert = expert
         self._slots = slots
 
-    def base(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return ``W rows + b`` of gate_up or down."""
+    def base(self, side: Side, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``W rows + b`` of gate_up or down, of the rows as the weight format reads them."""
         w, e = self._weights, self._expert
-        matrix, bias = (
-            (w.gate_up_oi, w.gate_up_bias) if name == "gate_up" else (w.down_oi, w.down_bias)
-        )
-        found = rows @ matrix[e].float().T
+        weight_format = weight_format_of(w)
+        if weight_format is not None:
+            rows = rounded_activations(rows, weight_format)
+        bias = w.gate_up_bias if side == "gate_up" else w.down_bias
+        found = rows @ expert_matrix(w, side, e).T
         return found if bias is None else found + bias[e].float()
 
     def activate(self, gate_up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

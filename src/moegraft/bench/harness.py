@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -54,16 +54,19 @@ class MachineLimits:
         copy: bytes read plus written per second of the best copy.
         dense: multiply-adds, counted as two, per second of the best dense bf16 product.
         l2_bytes: size of the L2.
+        dense_fp8: as ``dense``, of FP8 products; None = not measured, or torch has none here.
     """
 
     read: float
     copy: float
     dense: float
     l2_bytes: int
+    dense_fp8: float | None = None
 
-    def seconds(self, num_bytes: float, flops: float = 0.0) -> float:
+    def seconds(self, num_bytes: float, flops: float = 0.0, fp8_flops: float = 0.0) -> float:
         """Return the least time for moving these bytes and doing this arithmetic."""
-        return max(num_bytes / self.read, flops / self.dense)
+        arithmetic = flops / self.dense + fp8_flops / max(self.dense_fp8 or 0.0, self.dense)
+        return max(num_bytes / self.read, arithmetic)
 
     def record(self) -> dict[str, float]:
         """Return them for a record."""
@@ -72,6 +75,7 @@ class MachineLimits:
             "copy_gb_s": self.copy / 1e9,
             "dense_tflops": self.dense / 1e12,
             "l2_mb": self.l2_bytes / 1e6,
+            **({} if self.dense_fp8 is None else {"dense_fp8_tflops": self.dense_fp8 / 1e12}),
         }
 
 
@@ -212,13 +216,20 @@ def _seconds_between(before: Mark, after: Mark) -> float:
     return float(before.elapsed_time(after)) * 1e-3
 
 
-def measure_limits(device: torch.device) -> MachineLimits:
-    """Measure read, copy and dense rates: over 4 GiB on a GPU, over little on a CPU."""
+def measure_limits(device: torch.device, fp8: bool = False) -> MachineLimits:
+    """Measure read, copy and dense rates: over 4 GiB on a GPU, over little on a CPU.
+
+    Args:
+        device: where.
+        fp8: also the rate of FP8 products.
+    """
     timer = Timer(device, repeats=10)
     gpu = device.type == "cuda"
     read, copy = _memory_rates(timer, 1 << (30 if gpu else 20))
-    dense = max(_dense_rate(timer, size) for size in ((4096, 8192, 16384) if gpu else (128,)))
-    return MachineLimits(read, copy, dense, l2_bytes(device))
+    sizes = (4096, 8192, 16384) if gpu else (128,)
+    dense = max(_dense_rate(timer, size) for size in sizes)
+    dense_fp8 = _dense_fp8_rate(timer, sizes) if fp8 else None
+    return MachineLimits(read, copy, dense, l2_bytes(device), dense_fp8)
 
 
 def _memory_rates(timer: Timer, elements: int) -> tuple[float, float]:
@@ -264,3 +275,22 @@ def _dense_rate(timer: Timer, size: int) -> float:
         torch.mm(a, b, out=out)
 
     return 2 * size**3 / timer.seconds(run)
+
+
+def _dense_fp8_rate(timer: Timer, sizes: Sequence[int]) -> float | None:
+    """Return the best rate of one square FP8 product; None where torch has none."""
+    one, best = torch.ones((), device=timer.device), 0.0
+    for size in sizes:
+        a, b = (torch.randn(size, size, device=timer.device) for _ in range(2))
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).T
+
+        def run(a: torch.Tensor = a8, b: torch.Tensor = b8) -> None:
+            torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        try:
+            best = max(best, 2 * size**3 / timer.seconds(run))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # no FP8 products on this device
+            return None
+    return best

@@ -12,9 +12,12 @@ from torch.nn import functional as F
 
 from moegraft.bench.cases import DecodeCase
 from moegraft.bench.harness import Run, Timer
+from moegraft.bench.options import UNQUANTIZED
 from moegraft.bench.peer_figures import COPY_RATE, FIGURES, PeerFigure
 from moegraft.testing.compare import relative_error
 
+#: Weight format -> what stored figures call it.
+_WEIGHTS = {UNQUANTIZED: "bf16", "fp8-block": "fp8", "fp8-block-w8a16": "fp8"}
 #: Systems that are timed when they can be imported.
 IMPORTABLE = ("vllm", "sglang")
 
@@ -25,7 +28,13 @@ def scaled_us(us: float | None, copy_rate: float) -> float | None:
 
 
 def peers_of(
-    model: str, tokens: int, rank: int, live: int, kind: str, copy_rate: float
+    model: str,
+    tokens: int,
+    rank: int,
+    live: int,
+    kind: str,
+    copy_rate: float,
+    weight_format: str = UNQUANTIZED,
 ) -> list[dict[str, Any]]:
     """Return the stored figures of exactly this case, scaled to this run's copy rate."""
     return [
@@ -37,36 +46,45 @@ def peers_of(
             "stored_base_us": figure.base_us,
             "stored_lora_us": figure.lora_us,
         }
-        for figure in matching(model, tokens, rank, live, kind)
+        for figure in matching(model, tokens, rank, live, kind, weight_format)
     ]
 
 
-def matching(model: str, tokens: int, rank: int, live: int, kind: str) -> Iterator[PeerFigure]:
-    """Return the stored bf16 figures of a case.
+def matching(
+    model: str, tokens: int, rank: int, live: int, kind: str, weight_format: str
+) -> Iterator[PeerFigure]:
+    """Return the stored figures of a case.
 
-    One token uses one adapter, so there the number of adapters does not matter.
+    One token uses one adapter, so there the number of adapters does not matter. Where the kind of
+    a figure's adapters is not known it stands beside every kind.
     """
+    weights = _WEIGHTS.get(weight_format)
     for figure in FIGURES:
-        same = (figure.model, figure.tokens, figure.rank, figure.kind, figure.weights)
+        same = (figure.model, figure.tokens, figure.rank, figure.weights)
         adapters = tokens == 1 or figure.adapters == live
-        if same == (model, tokens, rank, kind, "bf16") and adapters:
+        kinds = figure.kind in (kind, "unknown")
+        if same == (model, tokens, rank, weights) and adapters and kinds:
             yield figure
 
 
 def grouped_mm_seconds(case: DecodeCase, timer: Timer) -> float | None:
     """Time torch's grouped products for the pairs of a case; None where torch refuses them."""
+    run = grouped_mm_run(case)
     try:
-        return timer.seconds(grouped_mm_run(case)) / len(case.sets)
+        return None if run is None else timer.seconds(run) / len(case.sets)
     except RuntimeError:
         return None
 
 
-def grouped_mm_run(case: DecodeCase) -> Run:
+def grouped_mm_run(case: DecodeCase) -> Run | None:
     """Return a run of torch's grouped products for the pairs of a case's input sets.
 
     Only the two products: no sort, activation, biases or finalize. Keep it while its graph lives.
+    None for quantised weights, which they don't take.
     """
     w = case.weights
+    if w.scales is not None:
+        return None
     pairs = case.sets[0].topk_ids.numel()
     ends = [_ends(s.topk_ids, w.num_experts) for s in case.sets]
     x = torch.randn(pairs, w.hidden, device=w.device, dtype=w.dtype)
@@ -100,6 +118,9 @@ def live_peers(case: DecodeCase, base: torch.Tensor, timer: Timer) -> dict[str, 
     found: dict[str, Any] = {}
     for system in IMPORTABLE:
         if find_spec(system) is None:
+            continue
+        if case.weights.scales is not None:
+            found[system] = {"note": "is timed with unquantised weights only"}
             continue
         try:
             call = _RUNNERS[system](case)

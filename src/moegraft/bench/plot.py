@@ -20,8 +20,10 @@ from moegraft.bench.curves import (
     share_curves,
     time_curves,
 )
+from moegraft.bench.options import UNQUANTIZED
 from moegraft.bench.prefill_options import BASE_ONLY, INTERLEAVED
 from moegraft.bench.records import Record
+from moegraft.bench.report import name_of
 from moegraft.bench.shapes import MODELS
 from moegraft.errors import MoegraftError
 
@@ -97,7 +99,7 @@ def _panels(found: Sequence[Record]) -> list[tuple[str, list[Record]]]:
         if main_mode(record) is None or record.get("batch") == BASE_ONLY:
             continue
         names = ("model", "rank", "kind", "slots", "adapters")
-        key = tuple(record[name] for name in names)
+        key = (*(record[name] for name in names), record.get("weight_format", UNQUANTIZED))
         known = cases.setdefault(key, {})
         where = (record["tokens"], record.get("batch") == INTERLEAVED)
         before = known.get(where)
@@ -107,8 +109,8 @@ def _panels(found: Sequence[Record]) -> list[tuple[str, list[Record]]]:
     for key, by_batch in cases.items():
         if len({tokens for tokens, _ in by_batch}) < 2:
             continue
-        model, rank, kind, slots, live = key
-        title = MODELS[model].title if model in MODELS else model
+        model, rank, kind, slots, live, weight_format = key
+        title = name_of(MODELS[model].title if model in MODELS else model, weight_format)
         adapters = f"{live} of {slots} adapters" if live > 1 else f"one adapter of {slots}"
         panels.append(
             (

@@ -8,13 +8,13 @@ stand beside times; and there is a second limit that counts the rows between the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from moegraft.bench import records
-from moegraft.bench.case_records import case_record, limits_us, measure_each
+from moegraft.bench.case_records import case_record, least_us, limits_us, measure_each
 from moegraft.bench.cases import DecodeCase
 from moegraft.bench.every_row import EveryRow
 from moegraft.bench.harness import MachineLimits, Run, Timer, l2_bytes
@@ -25,15 +25,14 @@ from moegraft.bench.layer_runs import (
     WrongResultError,
     checked_mode,
 )
+from moegraft.bench.made import Made
 from moegraft.bench.options import AUTO
 from moegraft.bench.peers import grouped_mm_run, live_peers
 from moegraft.bench.prefill_case import make_prefill_case
 from moegraft.bench.prefill_options import PrefillRequest
 from moegraft.bench.traffic import Traffic
-from moegraft.factor_table import SiteTable
-from moegraft.types import ExpertWeights
 
-_BASE, _GROUPED = "base", "grouped_mm"
+_BASE, _GROUPED, _BF16 = "base", "grouped_mm", "bf16_base"
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,9 @@ def run_prefill(
     settings = settings or PrefillSettings()
     timer = Timer(device, settings.repeats)
 
-    def measure(
-        request: PrefillRequest, weights: ExpertWeights, table: SiteTable, limits: MachineLimits
-    ) -> records.Record:
-        case = make_prefill_case(request, weights, table, l2_bytes(device))
+    def measure(request: PrefillRequest, made: Made, limits: MachineLimits) -> records.Record:
+        case = make_prefill_case(request, *made.get(request), l2_bytes(device))
+        case = replace(case, plain=made.plain(request))
         return {"batch": request.batch, **measure_prefill(case, limits, timer)}
 
     head = records.header(records.PREFILL, settings.commit)
@@ -93,41 +91,48 @@ def measure_prefill(case: DecodeCase, limits: MachineLimits, timer: Timer) -> re
         mine["modes"][name] = {} if isinstance(found, CheckedRun) else found
         if wanted == AUTO:
             mine["modes"][name]["chosen"] = True
-    _time(case, traffic, limit, base, runs, timer, mine)
+    bases = {_BASE: base}
+    plain = case.unquantised()
+    if plain is not None:
+        try:
+            run = LayerRun.of_layer(plain, "base", lora=False)
+            bases[_BF16] = CheckedBase(run, EveryRow(plain), timer)
+        except WrongResultError as error:
+            mine[_BF16] = {"error": str(error)}
+    _time(case, traffic, limit, bases, runs, timer, mine)
     mine["live_peers"] = live_peers(case, base.eager, timer)
     return mine
 
 
 def limits_with_rows_us(limits: MachineLimits, traffic: Traffic) -> dict[str, float]:
     """Return the least microseconds when x, the output and the rows of pairs move too."""
-    rows = traffic.activation_bytes + traffic.row_bytes
-    base, flops = traffic.base_bytes + rows, traffic.base_flops
-    both = base + traffic.factor_bytes
-    return {
-        "base_with_rows": limits.seconds(base, flops) * 1e6,
-        "lora_with_rows": limits.seconds(both, flops + traffic.lora_flops) * 1e6,
-    }
+    least = least_us(limits, traffic, traffic.activation_bytes + traffic.row_bytes)
+    return {f"{name}_with_rows": us for name, us in least.items()}
 
 
 def _time(
     case: DecodeCase,
     traffic: Traffic,
     limit: dict[str, float],
-    base: CheckedBase,
+    bases: dict[str, CheckedBase],
     runs: dict[str, CheckedRun],
     timer: Timer,
     record: records.Record,
 ) -> None:
     """Time what was checked, in turns, and write the figures into a record."""
     parts = len(case.sets)
+    base = bases[_BASE]
     grouped = grouped_mm_run(case)
-    turns: dict[str, Run] = {_BASE: base.replay, **{n: run.replay for n, run in runs.items()}}
+    checked: dict[str, CheckedBase | CheckedRun] = {**bases, **runs}
+    turns: dict[str, Run] = {name: run.replay for name, run in checked.items()}
+    record["grouped_mm_us"] = None
     try:
-        turns[_GROUPED] = timer.capture(grouped)
+        if grouped is not None:
+            turns[_GROUPED] = timer.capture(grouped)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # torch has no grouped products of these sizes or dtypes here
-        record["grouped_mm_us"] = None
+    except RuntimeError:
+        pass  # torch has no grouped products of these sizes or dtypes here
     timings = timer.measure_in_turns(turns, parts)
     if _GROUPED in timings:
         record["grouped_mm_us"] = timings[_GROUPED].median * 1e6
@@ -150,14 +155,16 @@ def _time(
         "checked": base.checked,
         "plan": base.run.plan,
     }
-    for name, checked in runs.items():
+    if _BF16 in bases:
+        record[_BF16] = {**timings[_BF16].record(), "checked": bases[_BF16].checked}
+    for name, run in runs.items():
         record["modes"][name] |= {
             **figures(name, "lora", traffic.base_flops + traffic.lora_flops),
             "retention": timings[_BASE].median / timings[name].median,
-            "eager_us": eager_us(checked.run),
-            **_idle(checked, base, timer, parts),
-            "checked": checked.checked,
-            "plan": checked.run.plan,
+            "eager_us": eager_us(run.run),
+            **_idle(run, base, timer, parts),
+            "checked": run.checked,
+            "plan": run.run.plan,
         }
 
 

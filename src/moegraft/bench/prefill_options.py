@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from moegraft.bench.options import AUTO, KINDS, DecodeRequest, parse_ints, parse_names
+from moegraft.bench.options import (
+    AUTO,
+    KINDS,
+    UNQUANTIZED,
+    DecodeRequest,
+    default_models,
+    parse_ints,
+    parse_names,
+)
 from moegraft.bench.shapes import model_shape
 from moegraft.errors import MoegraftError
 
@@ -65,6 +73,7 @@ def prefill_requests(
     kinds: str = "separate",
     batches: str = SEQUENCES,
     modes: str = AUTO,
+    weight_format: str = UNQUANTIZED,
 ) -> tuple[PrefillRequest, ...]:
     """Return the product of all options; a batch ``one`` comes once, whatever ``adapters``."""
     for option, text, known in (("--kind", kinds, KINDS), ("--batch", batches, BATCHES)):
@@ -79,6 +88,7 @@ def prefill_requests(
             slots,
             kind,
             parse_names(modes),
+            weight_format,
             batch,
         )
         for model in models
@@ -101,21 +111,32 @@ _RECORD: tuple[dict[str, Any], ...] = (
 )
 _QUICK: tuple[dict[str, Any], ...] = ({"tokens": "512,8192"},)
 PREFILL_SUITES = {"record": _RECORD, "quick": _QUICK}
+#: Of quantised weights: the case that has bars.
+FORMAT_PREFILL_SUITES = {"record": ({"tokens": "8192"},), "quick": _QUICK}
 
 
-def prefill_suite(suite: str, models: Iterable[str]) -> tuple[PrefillRequest, ...]:
+def default_prefill_models(weight_format: str) -> tuple[str, ...]:
+    """Return the models that are measured when none is named; one for a format."""
+    found = default_models(weight_format)
+    return found if weight_format == UNQUANTIZED else found[:1]
+
+
+def prefill_suite(
+    suite: str, models: Iterable[str], weight_format: str = UNQUANTIZED
+) -> tuple[PrefillRequest, ...]:
     """Return the requests of a suite, model by model.
 
     Raises:
-        MoegraftError: an unknown suite.
+        MoegraftError: an unknown suite or format.
     """
     if suite not in PREFILL_SUITES:
         raise MoegraftError(
             f"There is no suite {suite!r}; choose one of {', '.join(PREFILL_SUITES)}."
         )
+    tables = (PREFILL_SUITES if weight_format == UNQUANTIZED else FORMAT_PREFILL_SUITES)[suite]
     return tuple(
         request
         for name in models
-        for options in PREFILL_SUITES[suite]
-        for request in prefill_requests([name], **options)
+        for options in tables
+        for request in prefill_requests([name], **options, weight_format=weight_format)
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moegraft.bench.records import Record
-from moegraft.bench.report import best_peer, head_line, mode_notes, text_table
+from moegraft.bench.report import best_peer, head_line, layer_name, mode_notes, text_table
 
 _HEADER = (
     "model", "T", "rank", "adapters", "kind", "batch", "mode", "limit", "with rows",
@@ -27,7 +27,7 @@ def _row(record: Record, mode: str) -> list[str]:
     base, figures, limit = record["base"], record["modes"][mode], record["limit_us"]
     done = "us" in figures
     return [
-        record["model"],
+        layer_name(record),
         str(record["tokens"]),
         str(record["rank"]),
         f"{record['live']}/{record['slots']}",

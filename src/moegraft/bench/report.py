@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from moegraft.bench.options import UNQUANTIZED
 from moegraft.bench.records import Record
 
 
@@ -35,29 +36,55 @@ def decode_table(found: Sequence[Record]) -> str:
     return "\n".join([head_line(found), "", text_table(header, rows), *mode_notes(found)])
 
 
+def name_of(model: str, weight_format: str) -> str:
+    """Return what tables call a model: with its weight format where that is not bf16."""
+    return model if weight_format == UNQUANTIZED else f"{model} {weight_format}"
+
+
+def layer_name(record: Record) -> str:
+    """Return what tables call a record's model."""
+    return name_of(record["model"], record.get("weight_format", UNQUANTIZED))
+
+
 def head_line(found: Sequence[Record]) -> str:
     """Return what stands above a table of layers: the device and what it reached."""
     limits = found[0]["limits"]
+    fp8 = limits.get("dense_fp8_tflops")
     return (
         f"{found[0]['device']}: read {limits['read_gb_s']:,.0f} GB/s, copy "
-        f"{limits['copy_gb_s']:,.0f} GB/s, dense bf16 {limits['dense_tflops']:,.0f} TFLOP/s. "
+        f"{limits['copy_gb_s']:,.0f} GB/s, dense bf16 {limits['dense_tflops']:,.0f} TFLOP/s"
+        f"{'' if fp8 is None else f', fp8 {fp8:,.0f} TFLOP/s'}. "
         "Microseconds per layer; % = share of the limit."
     )
 
 
 def mode_notes(found: Sequence[Record]) -> list[str]:
-    """Return a line for each base or mode without figures: why."""
-    return [
-        f"{r['model']} T={r['tokens']} {name}: {m.get('note') or m.get('error')}"
+    """Return a line for each base or mode without figures: why; and how formats do beside bf16."""
+    parts = [
+        (r, name, figures)
         for r in found
-        for name, m in (("base", r["base"]), *r["modes"].items())
+        for name, figures in (
+            ("base", r["base"]),
+            *((name, r[name]) for name in ("bf16_base",) if name in r),
+            *r["modes"].items(),
+        )
+    ]
+    notes = [
+        f"{layer_name(r)} T={r['tokens']} {name}: {m.get('note') or m.get('error')}"
+        for r, name, m in parts
         if "us" not in m
+    ]
+    return notes + [
+        f"{layer_name(r)} T={r['tokens']}: base {m['us'] / r['base']['us']:.2f} times as fast as "
+        f"the same layer's in bf16, {m['us']:.1f} us"
+        for r, name, m in parts
+        if name == "bf16_base" and "us" in m
     ]
 
 
 def decode_line(record: Record) -> str:
     """Return a record in one line, for those who watch a run."""
-    parts = [f"{record['model']} T={record['tokens']} rank {record['rank']}"]
+    parts = [f"{layer_name(record)} T={record['tokens']} rank {record['rank']}"]
     for name, figures in (("base", record["base"]), *record["modes"].items()):
         done = "us" in figures
         share = f" ({100 * figures['share_of_limit']:.0f} % of the limit)" if done else ""
@@ -70,7 +97,7 @@ def _row(record: Record, mode: str) -> list[str]:
     done = "us" in figures
     best = best_peer(record)
     return [
-        record["model"],
+        layer_name(record),
         str(record["tokens"]),
         str(record["rank"]),
         f"{record['live']}/{record['slots']}",

@@ -14,6 +14,7 @@ import torch
 
 from moegraft.factor_table import SiteTable
 from moegraft.factors import A_EXPERT_STRIDE, B_EXPERT_STRIDE, RANK_I32, SHARED_A_I32
+from moegraft.quant.experts import weight_format_of
 from moegraft.types import ExpertWeights
 
 
@@ -27,6 +28,7 @@ class Traffic:
         activation_bytes: x read once and the output written once.
         row_bytes: h and y of each pair in x's dtype, written once and read once.
         base_flops, lora_flops: multiply-adds, counted as two.
+        base_fp8_flops: those of base_flops whose factors are both FP8.
 
     Example: one token, K=2, H=8, I=6, gated, bf16: 2 experts of 3*8*6*2 = 288 bytes, 576 in all.
     """
@@ -37,6 +39,7 @@ class Traffic:
     row_bytes: float
     base_flops: float
     lora_flops: float
+    base_fp8_flops: float = 0.0
 
     @staticmethod
     def mean(parts: Sequence[Traffic]) -> Traffic:
@@ -50,8 +53,11 @@ class Traffic:
 
 
 def expert_bytes(weights: ExpertWeights) -> int:
-    """Return the bytes of one expert's weights and biases."""
-    parts = (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
+    """Return the bytes of one expert's weights as they are stored, with scales and biases."""
+    parts = [weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias]
+    if weights.scales is not None:
+        s = weights.scales
+        parts += [s.gate_up, s.down, s.gate_up_global, s.down_global]
     return sum(p[0].numel() * p.element_size() for p in parts if p is not None)
 
 
@@ -63,7 +69,9 @@ def layer_traffic(
     local = (ids >= 0) & (ids < weights.num_experts)
     num_pairs = int(local.sum())
     item = weights.dtype.itemsize
-    macs = weights.gate_up[0].numel() + weights.down[0].numel()
+    macs = weights.hidden * (weights.gate_up_oi.shape[1] + weights.intermediate)
+    base_flops = 2.0 * num_pairs * macs
+    found = weight_format_of(weights)
     factor_bytes = lora_flops = 0.0
     if table is not None:
         factor_bytes, lora_flops = _factor_traffic(table, ids, local, slots.long().cpu())
@@ -72,8 +80,9 @@ def layer_traffic(
         factor_bytes=factor_bytes,
         activation_bytes=2 * ids.shape[0] * weights.hidden * item,
         row_bytes=2 * num_pairs * (weights.hidden + weights.intermediate) * item,
-        base_flops=2.0 * num_pairs * macs,
+        base_flops=base_flops,
         lora_flops=lora_flops,
+        base_fp8_flops=0.0 if found is None or found.activation_group is None else base_flops,
     )
 
 

@@ -21,7 +21,7 @@ from moegraft.backends.triton.config import FusedConfig
 from moegraft.backends.triton.device import device_facts
 from moegraft.backends.triton.tiles import candidates, choose_config, config_ok
 from moegraft.bench import records
-from moegraft.bench.cases import DecodeCase, Inputs, Made, make_case
+from moegraft.bench.cases import DecodeCase, Inputs, make_case
 from moegraft.bench.harness import Timer, l2_bytes
 from moegraft.bench.layer_runs import (
     CheckedRun,
@@ -30,6 +30,7 @@ from moegraft.bench.layer_runs import (
     WrongResultError,
     is_refusal,
 )
+from moegraft.bench.made import Made
 from moegraft.bench.options import DecodeRequest
 from moegraft.call import LayerCall
 from moegraft.errors import MoegraftError

@@ -7,10 +7,19 @@ from typing import Annotated
 
 import typer
 
-from moegraft.bench.options import AUTO, CPU_TOKENS, DECODE_TOKENS, decode_requests, suite_requests
+from moegraft.bench.options import (
+    AUTO,
+    CPU_TOKENS,
+    DECODE_TOKENS,
+    UNQUANTIZED,
+    decode_requests,
+    default_models,
+    suite_requests,
+)
 from moegraft.bench.prefill_options import (
     PREFILL_TOKENS,
     SEQUENCES,
+    default_prefill_models,
     prefill_requests,
     prefill_suite,
 )
@@ -25,7 +34,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")
 Commit = Annotated[str | None, typer.Option(help="Written to the records; else asked from git.")]
 Model = Annotated[
     list[str] | None,
-    typer.Option(help="Name of a shape, or E,H,I,K; may be repeated. [default: q30, q35]"),
+    typer.Option(
+        help="Name of a shape, or E,H,I,K; may be repeated. [default: q30, q35; of a --format "
+        "those it has bars for]"
+    ),
 ]
 Tokens = Annotated[str, typer.Option(help="Batch sizes T.")]
 Ranks = Annotated[str, typer.Option(help="Ranks.")]
@@ -33,6 +45,14 @@ Live = Annotated[str, typer.Option(help="Adapters that the batch uses.")]
 Slots = Annotated[int, typer.Option(help="Adapters that are loaded.")]
 Kinds = Annotated[str, typer.Option(help="separate, fused, shared_outer.")]
 Modes = Annotated[str, typer.Option(help="auto, in_kernel, fused_serial, two_stream, serial.")]
+Format = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        help="Of the experts' weights: fp8-block, fp8-block-w8a16, fp8-channel, fp8-tensor, "
+        "nvfp4, mxfp4; measured beside bf16.",
+    ),
+]
 Suite = Annotated[
     str | None, typer.Option(help="record or quick: a fixed list of cases per model.")
 ]
@@ -69,6 +89,7 @@ def decode(
     kind: Kinds = "separate",
     cold: Annotated[bool, typer.Option(help="Also single calls after a flush of the L2.")] = False,
     modes: Modes = AUTO,
+    weight_format: Format = UNQUANTIZED,
     suite: Suite = None,
     repeats: Annotated[int, typer.Option(help="Replays; the median counts.")] = 50,
     commit: Commit = None,
@@ -79,11 +100,13 @@ def decode(
     """Time one MoE layer: base, LoRA, its limit, torch's grouped products, peers' figures."""
     from moegraft.bench import commands
 
-    models = model or ["q30", "q35"]
+    models = model or default_models(weight_format)
     if suite is None:
-        requests = decode_requests(models, tokens, rank, adapters, slots, kind, modes)
+        requests = decode_requests(
+            models, tokens, rank, adapters, slots, kind, modes, weight_format
+        )
     else:
-        requests = suite_requests(suite, models)
+        requests = suite_requests(suite, models, weight_format)
     result = commands.decode(
         requests, repeats=repeats, cold=cold, commit=commit, out=out, plot=plot
     )
@@ -102,6 +125,7 @@ def prefill(
         str, typer.Option(help="How adapters lie: sequences, interleaved, one, base.")
     ] = SEQUENCES,
     modes: Modes = AUTO,
+    weight_format: Format = UNQUANTIZED,
     suite: Suite = None,
     repeats: Annotated[int, typer.Option(help="Turns; the median counts.")] = 20,
     commit: Commit = None,
@@ -112,11 +136,13 @@ def prefill(
     """Time one MoE layer at prefill sizes: rates of arithmetic beside the columns of decode."""
     from moegraft.bench import commands
 
-    models = model or ["q30", "q35"]
+    models = model or default_prefill_models(weight_format)
     if suite is None:
-        requests = prefill_requests(models, tokens, rank, adapters, slots, kind, batch, modes)
+        requests = prefill_requests(
+            models, tokens, rank, adapters, slots, kind, batch, modes, weight_format
+        )
     else:
-        requests = prefill_suite(suite, models)
+        requests = prefill_suite(suite, models, weight_format)
     result = commands.prefill(requests, repeats=repeats, commit=commit, out=out, plot=plot)
     return outcome(result, as_json)
 
