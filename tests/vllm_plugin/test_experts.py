@@ -20,10 +20,16 @@ from experts_cases import (
     run,
     set_tokens,
 )
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.prepare_finalize import (
+    MoEPrepareAndFinalizeNoDPEPModular,
+)
+from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
 from moegraft.hosts.vllm.counters import counters
-from moegraft.hosts.vllm.experts import contiguous_offset
+from moegraft.hosts.vllm.experts import MoegraftExperts, contiguous_offset
 
 LIMIT = 1e-5 if DEVICE == "cpu" else 2e-3  # TF32 products on a GPU
 
@@ -108,6 +114,34 @@ def test_rows_without_an_adapter_keep_the_bits_of_the_base_and_counters_tell() -
     end = counters()
     assert end["expert_calls"] - start["expert_calls"] == 2
     assert end["expert_calls_with_adapters"] - start["expert_calls_with_adapters"] == 1
+
+
+@pytest.mark.parametrize("tokens", [T, 0])
+@pytest.mark.parametrize("into_result", [True, False])
+def test_vllms_kernel_object_returns_the_layer(into_result: bool, tokens: int) -> None:
+    case = make_case("silu")
+    plain = make_experts(case)
+    plain.stock.set_lora_context(plain._lora_context)
+    experts = MoegraftExperts(plain.stock, plain.formula, plain.table, None, into_result)
+    kernel = FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), plain.stock)
+    for moved in (experts, experts.renewed(plain.stock)):
+        kernel.impl.fused_experts = moved
+        init_workspace_manager(torch.device(DEVICE))
+        try:
+            found = kernel.apply(
+                hidden_states=case.x[:tokens],
+                w1=case.w13,
+                w2=case.w2,
+                topk_weights=case.weights[:tokens],
+                topk_ids=case.ids[:tokens],
+                activation=MoEActivation("silu"),
+                global_num_experts=E,
+                expert_map=None,
+                apply_router_weight_on_input=False,
+            )
+        finally:
+            reset_workspace_manager()
+        assert torch.equal(found, run(plain, case)[:tokens])
 
 
 def test_weights_that_moved_are_read_where_they_are_now() -> None:

@@ -21,7 +21,7 @@ from moegraft.hosts.formula import Formula
 from moegraft.hosts.slot_tensors import rank_major
 from moegraft.hosts.vllm.counters import count
 from moegraft.hosts.vllm.eligible import experts_formula, say_why_not
-from moegraft.hosts.vllm.experts import MoegraftExperts
+from moegraft.hosts.vllm.experts import MoegraftExperts, copies_result
 from moegraft.sites import expert_site
 
 
@@ -50,6 +50,7 @@ class _ExpertsOnMoegraft:
                 self._moegraft_formula,
                 self._moegraft_pool.table,
                 None if moves else self.base_layer.expert_map,
+                copies_result(kernel.prepare_finalize),
             )
             count("expert_layers")
 
