@@ -53,7 +53,7 @@ def with_plan(store: AdapterStore, name: str, value: float) -> None:
     updater = UPDATERS[store] = AdapterUpdater(store, bind_as_named)
     for _ in range(2):
         updater.update(name, tensors_of(constant_adapter(SITES, value, rank=2)), {})
-    assert [known.plan is not None for known in updater._known.values()] == [True]
+    assert [known.plan is not None for [known] in updater._known.values()] == [True]
 
 
 def _use(*names: str) -> _Call:

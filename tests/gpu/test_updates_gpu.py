@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -268,3 +270,64 @@ def region_start(store: AdapterStore, name: str) -> int:
     region = bank_of(store)._space.regions[slot]
     assert region is not None
     return region[0]
+
+
+def test_others_go_on_while_an_update_waits_for_a_batch_that_still_runs() -> None:
+    store, updater = make_updater(3)
+    for i, name in enumerate(("a", "other")):
+        add(store, name, per_expert(i))
+    for seed in (2, 3, 4):
+        updater.update("a", moved(per_expert(seed)), CONFIG)
+    with store.use(["a", "other"]):
+        pass
+    store.freeze()  # an arena that grows waits for the GPU, and so does new page-locked memory
+    add(store, "new", per_expert(6))
+    store.remove("new")
+    tensors = moved(per_expert(5))
+    busy = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(busy), store.use(["other"]):
+        torch.cuda._sleep(20 * BUSY)  # a batch on another stream, which ended on the host
+    running = threading.Thread(target=lambda: updater.update("a", tensors, CONFIG))
+    running.start()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        while not store._filling and running.is_alive():
+            pass
+        assert store.info("other").slot is not None
+        with store.use(["other"]):
+            pass
+        add(store, "new", per_expert(6))
+        assert running.is_alive() and not busy.query(), "the others waited for the update"
+    running.join()
+    assert busy.query()
+    assert torch.equal(slot_bytes(store, "a"), packed_bytes(per_expert(5), torch.bfloat16))
+
+
+def test_staging_without_device_memory_says_what_it_takes_and_changes_nothing() -> None:
+    store, updater = make_updater(2)
+    add(store, "a", per_expert(0))
+    for seed in (1, 2, 3):
+        updater.update("a", moved(per_expert(seed)), CONFIG)
+    tensors = moved(per_expert(4))
+    with store.use(["a"]):  # so that the next version is packed beside the arena
+        before = store.info("a")
+        torch.cuda.empty_cache()
+        used = torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(used)
+        try:
+            kept = []
+            while True:  # what the allocator still has
+                kept.append(torch.empty(1 << 9, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            pass
+        try:
+            with pytest.raises(AdapterError, match=r"'a' needs [\d,]+ bytes on cuda.* are free"):
+                updater.update("a", tensors, CONFIG)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            kept.clear()
+        assert store.info("a") == before
+    updater.update("a", tensors, CONFIG)
+    with store.use(["a"]):
+        pass
+    assert torch.equal(slot_bytes(store, "a"), packed_bytes(per_expert(4), torch.bfloat16))

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 import torch
 
-from moegraft.adapters.bank_sizes import check_sizes
+from moegraft.adapters.bank_sizes import BankMemory, check_sizes
 from moegraft.adapters.layer_copies import LayerCopies
-from moegraft.adapters.space import ArenaSpace
+from moegraft.adapters.space import ArenaSpace, Held
 from moegraft.adapters.streams import StreamOrder
 from moegraft.errors import AdapterError
 from moegraft.factor_table import SiteTable
 from moegraft.factors import UNIT_BYTES, PackedAdapter, TableLayout, empty_row, moved_row
 from moegraft.memory import memory_for
 from moegraft.sites import Site
-
-
-@dataclass(frozen=True)
-class BankMemory:
-    """Bytes: of the arena, of adapters in it, of the table; and the largest free range."""
-
-    arena: int
-    used: int
-    table: int
-    largest_free: int
 
 
 class AdapterBank:
@@ -223,7 +212,6 @@ class AdapterBank:
         name: str,
         packed: PackedAdapter,
         wait: bool = True,
-        fill: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """Put an adapter into a slot: copy its factors to a new region, then flip the table row.
 
@@ -233,8 +221,6 @@ class AdapterBank:
             slot, name: which slot, and what to call the adapter in messages.
             packed: its factors.
             wait: let the current stream wait for the copies; False = whoever reads them does.
-            fill: puts the factors into the region, ``[elements]``; None = they are those of
-                ``packed.data``.
 
         Raises:
             AdapterError: rank over the maximum, or a full arena that may not grow.
@@ -246,14 +232,37 @@ class AdapterBank:
             first = self._space.element(start)
             region = self._arena.data[first : first + packed.data.numel()]
             row = self._pinned(packed.relocated(start, self.layout))
-            if fill is None:
-                self.copies.start(region, packed)
-            else:
-                fill(region)
+            self.copies.start(region, packed)
             self.order.before_write()
             self._flip(slot, row)
         if wait:
             self.copies.wait()
+
+    def hold(self, name: str, packed: PackedAdapter) -> Held:
+        """Take a region that :meth:`LayerCopies.fill` may fill now; no slot reads it yet.
+
+        Raises:
+            AdapterError, MoegraftError: as :meth:`write`.
+        """
+        held = self._space.hold(packed.num_bytes, name)
+        try:
+            self.copies.before_fill()
+        except BaseException:
+            self._space.give_back(held)
+            raise
+        return held
+
+    def take(self, slot: int, packed: PackedAdapter, held: Held) -> None:
+        """Give a slot a filled region, as :meth:`write`; on error it is still held."""
+        row = self._pinned(packed.relocated(held.start, self.layout))
+        self.order.before_write()
+        self._space.present(held)
+        self._flip(slot, row)
+        self._space.give(held, slot)
+
+    def give_back(self, held: Held) -> None:
+        """Free a region, unless it was taken."""
+        self._space.give_back(held)
 
     def clear(self, slot: int) -> None:
         """Empty a slot: its row says "no delta", its region is free again."""

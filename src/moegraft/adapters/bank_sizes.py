@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from moegraft.errors import AdapterError, shown
 
 #: Slots and ranks are 32-bit numbers in tables and kernels.
 _LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class BankMemory:
+    """Bytes: of the arena, of adapters in it, of the table; and the largest free range."""
+
+    arena: int
+    used: int
+    table: int
+    largest_free: int
 
 
 def check_sizes(num_slots: object, max_rank: object, arena_bytes: object) -> None:

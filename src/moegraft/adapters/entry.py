@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from moegraft.adapters.finite import check_packed
 from moegraft.adapters.info import AdapterInfo, ReadAs, check_overflow
 from moegraft.adapters.layer_copies import Downward
 from moegraft.adapters.report import BindReport
+from moegraft.errors import AdapterError
 from moegraft.factors import PackedAdapter
 from moegraft.packing import pack_adapter, places_of
 
@@ -28,8 +30,8 @@ class Entry:
         read_as: how it was read, None when that is not known.
         on_device: the same as ``packed`` on the GPU, where an update brought it; it goes once the
             update is done.
-        fill: puts its factors into the arena, and into ``packed``, which holds nothing before;
-            None = ``packed`` holds them. It goes once the update is done.
+        fill: puts its factors into a part of the arena, and into ``packed``, which holds nothing
+            before; None = ``packed`` holds them. It may take its time, no lock is held.
         slot: the bank slot that holds it, None = on the host only.
         pinned: True when it may not be evicted.
         users: running batches that hold it.
@@ -80,8 +82,9 @@ def new_entry(
     check_resolved(name, bound)
     bank.check_rank(name, bound.report.max_rank)
     places = places_of(bound.factors)
-    device = bank.device if bank.pins and places == {"cuda"} else "cpu"
-    packed = pack_adapter(bound.factors, bank.layout, bank.dtype, bank.pins, memory, device)
+    device = bank.device if bank.pins and places == {"cuda"} else torch.device("cpu")
+    with device_memory(name, device):
+        packed = pack_adapter(bound.factors, bank.layout, bank.dtype, bank.pins, memory, device)
     bank.check_fits(name, packed)
     check_overflow(name, packed, bound.factors)
     if "cuda" in places:
@@ -91,6 +94,24 @@ def new_entry(
     if packed.data.is_cuda:
         bring_to_host(entry, bank)
     return entry
+
+
+@contextmanager
+def device_memory(name: str, device: torch.device, num_bytes: int | None = None) -> Iterator[None]:
+    """Turn a device's lack of memory to pack an adapter in into an :class:`AdapterError`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free = "less"
+        if device.type == "cuda":
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            free = f"{torch.cuda.mem_get_info(device)[0] + unused:,}"
+        needed = "room" if num_bytes is None else f"{num_bytes:,} bytes"
+        raise AdapterError(
+            f"Adapter {name!r} needs {needed} on {device}, beside the bank's arena, to be packed "
+            f"there, and {free} bytes are free: give its tensors on the CPU, or attach with a "
+            "smaller arena_bytes or max_adapters."
+        ) from error
 
 
 def bring_to_host(entry: Entry, bank: AdapterBank, sums: SiteSums | None = None) -> Downward:

@@ -43,6 +43,7 @@ class LayerCopies:
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
         self._downward: torch.cuda.Stream | None = None
+        self._filling: torch.cuda.Stream | None = None
         self._arrived: dict[str, torch.cuda.Event] = {}
         #: Number and end of the newest copy; always set together.
         self._last: tuple[int, torch.cuda.Event] | None = None
@@ -66,20 +67,36 @@ class LayerCopies:
                     self._arrived.update(dict.fromkeys(sites, arrived))
                 self._started(stream)
 
-    def fill(self, region: torch.Tensor, write: Callable[[torch.Tensor], None]) -> None:
-        """Let ``write`` put factors into ``region``, a part of the arena, as :meth:`start` does.
+    def before_fill(self) -> None:
+        """Let :meth:`fill` wait for all that may still read or write free parts of the arena."""
+        if self._device.type != "cuda":
+            return
+        with self._lock, torch.cuda.device(self._device):
+            if self._filling is None:
+                self._filling = torch.cuda.Stream(self._device)
+            self._filling.wait_stream(self._own_stream())
+            self._behind_all(self._filling)
 
-        Its work is queued behind that of the current stream. On a GPU it must have waited for that
-        work when it returns, since layers are not told what has arrived.
+    def fill(self, region: torch.Tensor, write: Callable[[torch.Tensor], None]) -> None:
+        """Let ``write`` put factors into ``region``, which :meth:`before_fill` made ready.
+
+        Copies of other adapters go on meanwhile: no lock is held. The work is queued behind that of
+        the current stream. On a GPU ``write`` must have waited for it when it returns, since layers
+        are not told what has arrived.
         """
         if self._device.type != "cuda":
             write(region)
             return
-        with self._lock, torch.cuda.device(self._device):
-            stream = self._before_copy()
+        stream = self._filling
+        assert stream is not None, "before_fill() was not called"
+        with torch.cuda.device(self._device):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                write(region)
+                try:
+                    write(region)
+                except BaseException:
+                    stream.synchronize()  # what was launched still writes to the region
+                    raise
 
     def slide(
         self, arena: torch.Tensor, begin: int, end: int, target: int, sites: Iterable[str]
@@ -131,10 +148,19 @@ class LayerCopies:
     def _before_copy(self) -> torch.cuda.Stream:
         """Return the stream of the copies, behind all that may still read or write the arena."""
         stream = self._own_stream()
+        self._behind_all(stream)
+        return stream
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        return self._stream
+
+    def _behind_all(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream wait for all that may read or write the arena, but for copies into it."""
         if self._downward is not None:
             stream.wait_stream(self._downward)
         self._order.before_write(stream)
-        return stream
 
     def _started(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Note that what the stream has been given by now are the newest copies."""
@@ -142,11 +168,6 @@ class LayerCopies:
         done.record(stream)
         self._last = (1 if self._last is None else self._last[0] + 1, done)
         return done
-
-    def _own_stream(self) -> torch.cuda.Stream:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        return self._stream
 
     def wait_for(self, site: str) -> None:
         """Let the current stream wait for the newest copy of one site's factors.

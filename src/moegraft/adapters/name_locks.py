@@ -12,14 +12,14 @@ class NameLocks:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._locks: dict[str, threading.Lock] = {}
+        self._locks: dict[str, threading.RLock] = {}
         self._interested: dict[str, int] = {}
 
     @contextmanager
     def hold(self, name: str) -> Iterator[None]:
-        """Hold a name's lock; waits for whoever holds it."""
+        """Hold a name's lock; waits for another thread that holds it."""
         with self._guard:
-            lock = self._locks.setdefault(name, threading.Lock())
+            lock = self._locks.setdefault(name, threading.RLock())
             self._interested[name] = self._interested.get(name, 0) + 1
         try:
             with lock:

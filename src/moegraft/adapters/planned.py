@@ -9,7 +9,7 @@ import torch
 
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.checksum import Digest, checksum_of
-from moegraft.adapters.entry import Entry, bring_to_host
+from moegraft.adapters.entry import Entry, bring_to_host, device_memory
 from moegraft.adapters.finite import is_finite
 from moegraft.adapters.info import ReadAs
 from moegraft.adapters.layer_copies import Downward
@@ -45,8 +45,6 @@ class PlannedUpdate:
         data = torch.empty(plan.pack.elements, dtype=plan.dtype, pin_memory=bank.pins)
         packed = plan.pack.packed(data)
         if self.tensors[0].is_cuda:
-            # What the tensors wait for is not to be waited for under the store's lock.
-            torch.cuda.current_stream(self.tensors[0].device).synchronize()
             late = _LateChecksum(packed, bank.layout)
             entry = Entry(name, 0, Digest(late.find), packed, report, read_as)
 
@@ -68,8 +66,11 @@ class PlannedUpdate:
 
         Raises:
             UnusualValuesError: see there.
+            AdapterError: the device has no memory for it.
         """
-        data = torch.empty(self.plan.pack.elements, dtype=self.plan.dtype, device=bank.device)
+        num_bytes = self.plan.pack.elements * self.plan.dtype.itemsize
+        with device_memory(entry.name, bank.device, num_bytes):
+            data = torch.empty(self.plan.pack.elements, dtype=self.plan.dtype, device=bank.device)
         self._copy(data)
         entry.fill = None
         entry.packed = self.plan.pack.packed(data)

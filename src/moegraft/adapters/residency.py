@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.entry import Entry
+from moegraft.adapters.space import Held
 from moegraft.errors import AdapterError, shown
 
 
@@ -76,12 +77,16 @@ class Residency:
             self._vacate(entry)
         entry.retired = True
 
-    def replace(self, old: Entry, new: Entry) -> None:
+    def replace(self, old: Entry, new: Entry, held: Held | None = None) -> None:
         """Put a new version into the slot of an old one that nobody uses.
 
         Its factors are written beside the old ones, then the slot's table row is replaced. An arena
         of fixed size without room for both loses the old ones first and, if that is not enough,
         idle adapters, the least recently used first.
+
+        Args:
+            old, new: the versions.
+            held: the region that holds the new one's factors already; None = none does.
 
         Raises:
             AdapterError: no room even so; nothing has changed then. Any other error of the copy
@@ -89,11 +94,14 @@ class Residency:
         """
         slot = old.slot
         assert slot is not None and not old.users and new.slot is None
-        if not self.fits(new):
-            for entry in self._room_for(new, [old, *self._evictable([old])]):
-                self._vacate(entry)
-            self.fits(new)
-        self._bank.write(slot, new.name, new.on_device or new.packed, wait=False, fill=new.fill)
+        if held is not None:
+            self._bank.take(slot, new.packed, held)
+        else:
+            if not self.fits(new):
+                for entry in self._room_for(new, [old, *self._evictable([old])]):
+                    self._vacate(entry)
+                self.fits(new)
+            self._bank.write(slot, new.name, new.on_device or new.packed, wait=False)
         old.slot, new.slot = None, slot
         self._slots[slot] = new
 

@@ -16,6 +16,10 @@ from moegraft.factors import UNIT_BYTES
 from moegraft.memory import memory_for
 
 
+class NoRoomError(AdapterError):
+    """The arena is too full for an adapter, and may not grow."""
+
+
 class Slide(NamedTuple):
     """A region that closes a gap: ``units`` from ``start`` on go down to ``target``."""
 
@@ -23,6 +27,19 @@ class Slide(NamedTuple):
     start: int
     units: int
     target: int
+
+
+class Held(NamedTuple):
+    """A range of the arena that is being filled, and no slot's yet.
+
+    Attributes:
+        start, units: where it is.
+        data: it as a tensor ``[elements]``, in the arena as it was when the range was taken.
+    """
+
+    start: int
+    units: int
+    data: torch.Tensor
 
 
 class ArenaSpace:
@@ -59,6 +76,7 @@ class ArenaSpace:
         units = (arena_bytes or 0) // UNIT_BYTES
         self.free = FreeList(units)
         self.regions: list[tuple[int, int] | None] = [None] * num_slots
+        self._held: dict[int, Held] = {}
         with memory_for(f"an arena of {units * UNIT_BYTES:,} bytes (arena_bytes)"):
             self.arena = Arena(self._new_arena(units))
 
@@ -123,6 +141,7 @@ class ArenaSpace:
             for slot, region in enumerate(self.regions)
             if region is not None and region[1] and slot not in freeing
         )
+        held = sorted([*held, *((h.start, h.units, -1) for h in self._held.values() if h.units)])
         moves: list[Slide] = []
         begin = taken = 0
         for start, length, slot in [*held, (self.free.capacity, 0, -1)]:
@@ -143,7 +162,7 @@ class ArenaSpace:
         block frees the range, and the slot keeps the old one.
 
         Raises:
-            AdapterError: a full arena that may not grow.
+            NoRoomError: a full arena that may not grow.
             MoegraftError: no memory for the arena to grow.
         """
         units = num_bytes // UNIT_BYTES
@@ -155,6 +174,39 @@ class ArenaSpace:
             raise
         self.clear(slot)
         self.regions[slot] = (start, units)
+
+    def hold(self, num_bytes: int, name: str) -> Held:
+        """Take a free range for no slot yet; it stays where it is until it is given on or back.
+
+        Raises:
+            NoRoomError, MoegraftError: as :meth:`allocated`.
+        """
+        units = num_bytes // UNIT_BYTES
+        start = self._reserve(units, name)
+        held = Held(start, units, self._part(start, units))
+        self._held[id(held)] = held
+        return held
+
+    def present(self, held: Held) -> torch.Tensor:
+        """Return a held range in the arena as it is now, with what was put into it."""
+        part = self._part(held.start, held.units)
+        if part.data_ptr() != held.data.data_ptr():
+            part.copy_(held.data)  # the arena moved while it was filled
+        return part
+
+    def give(self, held: Held, slot: int) -> None:
+        """Let a held range be a slot's; its old one is free."""
+        del self._held[id(held)]
+        self.clear(slot)
+        self.regions[slot] = (held.start, held.units)
+
+    def give_back(self, held: Held) -> None:
+        """Free a range that is still held."""
+        if self._held.pop(id(held), None) is not None:
+            self.free.release(held.start, held.units)
+
+    def _part(self, start: int, units: int) -> torch.Tensor:
+        return self.arena.data[self.element(start) : self.element(start + units)]
 
     def clear(self, slot: int) -> None:
         """Let a slot have no region."""
@@ -179,7 +231,7 @@ class ArenaSpace:
             self._grow(units)
             start = self.free.allocate(units)
         if start is None:
-            raise AdapterError(
+            raise NoRoomError(
                 f"Adapter {name!r} needs {units * UNIT_BYTES:,} bytes, the bank's arena of "
                 f"{self.free.capacity * UNIT_BYTES:,} has {self.free.free_units * UNIT_BYTES:,} "
                 f"free (largest range {self.free.largest * UNIT_BYTES:,}; regions that running "

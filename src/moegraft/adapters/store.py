@@ -12,24 +12,18 @@ import torch
 from moegraft.adapters.bank import AdapterBank
 from moegraft.adapters.bind import BoundAdapter
 from moegraft.adapters.entry import Entry, new_entry
-from moegraft.adapters.info import (
-    AdapterInfo,
-    ReadAs,
-    check_covers,
-    check_name,
-    name_is_taken,
-)
+from moegraft.adapters.info import AdapterInfo, ReadAs, check_name, name_is_taken
 from moegraft.adapters.name_locks import NameLocks
-from moegraft.adapters.planned import PlannedUpdate
 from moegraft.adapters.residency import Residency, distinct_names
+from moegraft.adapters.store_updates import Updates
 from moegraft.errors import AdapterError, MoegraftError, shorten, shown
 
 
-class AdapterStore:
+class AdapterStore(Updates):
     """Named adapters over one bank. Safe to use from several threads.
 
     Loads and updates of different names are prepared side by side, those of one name one after the
-    other; the bank changes under one lock, which is held for the copies into a slot at most.
+    other; the bank changes under one lock, which nobody holds to wait for a GPU.
 
     Adapters stay on the host until removed; the bank holds the most recently used ones. A slot
     that a running batch uses is never reassigned: removing or replacing such an adapter takes its
@@ -43,6 +37,8 @@ class AdapterStore:
         self._entries: dict[str, Entry] = {}
         self._residency = Residency(bank)
         self._versions = itertools.count(1)
+        self._filling = 0
+        self._filled = threading.Condition(self._lock)
 
     def add(
         self,
@@ -80,74 +76,6 @@ class AdapterStore:
                     entry.pinned = old.pinned
                     self._residency.retire(old)
                 return self._put(entry)
-
-    def update(self, name: str, bound: BoundAdapter, read_as: ReadAs | None = None) -> AdapterInfo:
-        """Replace a stored adapter's values, for all layers at once and where it is.
-
-        - In a slot that no running batch uses, the new version takes that slot before this
-          returns: its factors are copied to a free region, then one copy replaces the slot's table
-          row. A fixed arena without room for both gives up the old region, then idle adapters.
-        - In a slot that running batches use, these keep the old version to their end. The next
-          :meth:`use` brings the new one into another slot, free or evicted; while there is none,
-          or no room in a fixed arena, :meth:`use` raises. The old slot goes with its last user.
-        - In no slot, the next :meth:`use` brings the new one into one.
-
-        The pin stays. Each use begins with the newest version, none changes it on the way.
-
-        Args:
-            name: the name of a stored adapter.
-            bound: its new factors; ranks, scales and values may differ.
-            read_as: how they were read; None = as the version before.
-
-        Raises:
-            AdapterError: an unknown name, fewer places than the version before, a rank over the
-                bank's maximum, values that the model's dtype can't hold, or an arena that has no
-                room for it. Nothing has changed then.
-        """
-        check_name(name)
-        with self._names.hold(name):
-            self.info(name)
-            entry = new_entry(self._bank, name, bound, read_as)
-            with self._lock:
-                old = self._entry(name)
-                check_covers(name, old.report, entry.report)
-                return self._succeed(old, entry)
-
-    def update_planned(
-        self, name: str, update: PlannedUpdate, read_as: ReadAs | None = None
-    ) -> AdapterInfo | None:
-        """Like :meth:`update`, by a plan; None when it does not fit the stored version.
-
-        From a GPU, and into a slot that no running batch uses, tensors go straight into the arena:
-        the lock is held until the copy is done, since it may be refused for its values.
-
-        Raises:
-            UnusualValuesError: values that are not finite there; nothing has changed.
-            AdapterError: as :meth:`update`.
-        """
-        check_name(name)
-        with self._names.hold(name):
-            if not update.plan.is_like(self.info(name).report):
-                return None
-            entry = update.entry(self._bank, name, read_as)
-            self._bank.check_fits(name, entry.packed)
-            with self._lock:
-                old = self._entry(name)
-                idle = old.slot is not None and not old.users
-                if entry.fill is None or (idle and self._residency.fits(entry)):
-                    return self._succeed(old, entry)
-            update.stage(entry, self._bank)
-            with self._lock:
-                return self._succeed(self._entry(name), entry)
-
-    def _succeed(self, old: Entry, entry: Entry) -> AdapterInfo:
-        """Let an entry take the name of an older version, and its slot when nobody uses that."""
-        entry.read_as = entry.read_as or old.read_as
-        entry.pinned, entry.last_use = old.pinned, old.last_use
-        if old.slot is not None and not old.users:
-            self._residency.replace(old, entry)
-        self._residency.retire(old)
-        return self._put(entry)
 
     def remove(self, name: str) -> None:
         """Forget an adapter: its name at once, its memory when no running batch uses it."""
@@ -195,9 +123,14 @@ class AdapterStore:
                 some of these got theirs; all stay on the host, and none of these is held. The
                 same, as MoegraftError, if a growing one finds no memory.
         """
-        with self._lock:
+        names = list(names)
+
+        def acquire() -> list[Entry]:
             entries = self._wanted(names)
             self._residency.acquire(entries)
+            return entries
+
+        entries = self._when_room(acquire)
         try:
             with self._lock:
                 self._bank.order.before_read()

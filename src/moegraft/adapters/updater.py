@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from moegraft.adapters.store import AdapterStore
 from moegraft.adapters.update_plan import Bind, TensorKinds, UpdatePlan, make_plan
 from moegraft.errors import AdapterError, shown
 
-#: Kinds of updates that are remembered; a trainer has one or two.
+#: Updates that are remembered, by their tensors and config: a plan holds the config's scales, so
+#: that adapters of the same shapes share one only where their configs are equal.
 _MAX_KNOWN = 8
 
 
@@ -27,13 +28,16 @@ class _Known:
     """An update that was read in full; ``plan`` is made when one like it comes again.
 
     Attributes:
-        read_as: how it was read.
+        kinds, read_as: what was read, and how.
         tried: True once a plan was made, or found impossible (``plan`` is None then).
+        lock: held while it is made.
     """
 
+    kinds: TensorKinds
     read_as: ReadAs
     plan: UpdatePlan | None = None
     tried: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class AdapterUpdater:
@@ -52,7 +56,7 @@ class AdapterUpdater:
         self._store = store
         self._bind = bind
         self._lock = threading.Lock()
-        self._known: OrderedDict[TensorKinds, _Known] = OrderedDict()
+        self._known: OrderedDict[TensorKinds, list[_Known]] = OrderedDict()
 
     def update(
         self,
@@ -76,26 +80,38 @@ class AdapterUpdater:
                 places that the loaded version has and these lack; or the bank's limits. The old
                 version is served then as before.
         """
-        before = self._store.read_as(name)
-        if config is None:
-            if before is None:
-                raise AdapterError(
-                    f"{name!r} was added to the store without its config: pass config= to update()."
-                )
-            config = before.config
-        if options is None and before is not None:
-            options = before.options
+        with self._store.changing(name):
+            before = self._store.read_as(name)
+            if config is None:
+                if before is None:
+                    raise AdapterError(
+                        f"{name!r} was added to the store without its config: pass config= to "
+                        "update()."
+                    )
+                config = before.config
+            if options is None and before is not None:
+                options = before.options
+            return self._update(name, tensors, config, options)
+
+    def _update(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        config: Mapping[str, Any],
+        options: ReadOptions | None,
+    ) -> AdapterInfo:
         kinds = TensorKinds.of(tensors)
-        known = self._find(kinds, config, options)
-        if known is not None and known.plan is not None:
-            info = self._by_plan(name, known.plan, tuple(tensors.values()), known.read_as)
+        known = None if kinds is None else self._find(kinds, config, options)
+        plan = None if known is None else self._plan_of(known)
+        if known is not None and plan is not None:
+            info = self._by_plan(name, plan, tuple(tensors.values()), known.read_as)
             if info is not None:
                 return info
         source = make_source(tensors, config, f"update of {shown(name)}")
         read_as = ReadAs.of(config, options)
         info = self._store.update(name, self._bind(source, options), read_as)
         if known is None and kinds is not None:
-            self._remember(kinds, read_as)
+            self._remember(_Known(kinds, read_as))
         return info
 
     def _by_plan(
@@ -112,29 +128,41 @@ class AdapterUpdater:
             return None
 
     def _find(
-        self, kinds: TensorKinds | None, config: Mapping[str, Any], options: ReadOptions | None
+        self, kinds: TensorKinds, config: Mapping[str, Any], options: ReadOptions | None
     ) -> _Known | None:
-        """Return what is known of updates of these kinds, with a plan if there is one."""
+        """Return what is known of updates of these kinds that are read so."""
         with self._lock:
-            known = None if kinds is None else self._known.get(kinds)
-            if known is None or known.read_as.options != options:
-                return None
-            if known.read_as.config is not config and known.read_as.config != config:
-                return None
-            assert kinds is not None
-            self._known.move_to_end(kinds)
-            if not known.tried:
-                bank = self._store.bank
+            for known in self._known.get(kinds, ()):
                 read_as = known.read_as
+                same = read_as.config is config or read_as.config == config
+                if same and read_as.options == options:
+                    self._known.move_to_end(kinds)
+                    return known
+            return None
+
+    def _plan_of(self, known: _Known) -> UpdatePlan | None:
+        """Return the plan, made by the first who asks; others with the same kinds wait for it."""
+        with known.lock:
+            if not known.tried:
+                bank, read_as = self._store.bank, known.read_as
                 known.plan = make_plan(
-                    kinds, read_as.config, read_as.options, self._bind, bank.layout, bank.dtype
+                    known.kinds,
+                    read_as.config,
+                    read_as.options,
+                    self._bind,
+                    bank.layout,
+                    bank.dtype,
                 )
                 known.tried = True
-            return known
+            return known.plan
 
-    def _remember(self, kinds: TensorKinds, read_as: ReadAs) -> None:
+    def _remember(self, known: _Known) -> None:
+        """Keep what was read; the kinds that were used the longest time ago are forgotten."""
         with self._lock:
-            self._known[kinds] = _Known(read_as)
-            self._known.move_to_end(kinds)
-            while len(self._known) > _MAX_KNOWN:
-                self._known.popitem(last=False)
+            self._known.setdefault(known.kinds, []).append(known)
+            self._known.move_to_end(known.kinds)
+            while sum(map(len, self._known.values())) > _MAX_KNOWN:
+                oldest = next(iter(self._known.values()))
+                del oldest[0]
+                if not oldest:
+                    self._known.popitem(last=False)
