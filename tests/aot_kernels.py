@@ -37,6 +37,7 @@ from moegraft.backends.triton.prefill.route import (
 from moegraft.backends.triton.prefill.token_order import token_order_kernel
 from moegraft.backends.triton.route import route_kernel
 from moegraft.backends.triton.token_segments import token_segments_kernel
+from moegraft.backends.triton.weights.rows import base_rows_kernel
 
 POINTERS = {
     "delta_ptr": "*fp32",
@@ -70,6 +71,13 @@ CONSTANTS: dict[str, Any] = {
     "BLOCK_G": 128, "BY_TOKEN": True, "IN_PLACE": True, "LOCAL_ONLY": True, "HAS_DELTA": True,
     "BY_PAIR": False, "BLOCK": 256, "EARLY": True, "STEPS": 1, "SHARES": 4, "PROJECTIONS": 3,
     "BY_ROW": False, "BINS": 256, "CHUNK": 1024, "HAS_ORDER": True, "BLOCK_C": 64,
+    "FORMAT": "unquantized", "OUT_PARTS": 1, "GATE_SCALES": 0, "UP_SCALES": 6, "GATE_GLOBAL": 0,
+    "UP_GLOBAL": 1, "STORE_H": True, "STORE_ROWS": False, "GROUPS": 0,
+    # Only there with quantised weights.
+    **dict.fromkeys(("base_ptr", "base_scales_ptr", "scales_ptr", "globals_ptr", "h_base_ptr")),
+    **dict.fromkeys(("base_stride", "scale_stride_e", "scale_stride_n", "scale_stride_k")),
+    **dict.fromkeys(("global_stride", "h_base_scales_ptr", "h_base_stride", "source_ptr")),
+    **dict.fromkeys(("source_columns", "source_stride", "base_programs")),
 }  # fmt: skip
 
 
@@ -167,7 +175,27 @@ def main(capability: int) -> None:
     fp32 = {"x_ptr": "*fp32", **{f"out{i}_ptr": "*fp32" for i in range(4)}}
     compile_kernel(linear_split_kernel, capability, STEPS=4, SPLITS=8, EVEN_K=False, **fp32)
     print("token_segments, linear_lora")
+    quantised(capability)
     prefill(capability)
+
+
+def quantised(capability: int) -> None:
+    """Compile the GEMMs over quantised weights, and what makes their activations."""
+    types = {"weight_ptr": "*fp8e4nv", "base_ptr": "*fp8e4nv", "base_scales_ptr": "*fp32"}
+    types |= {"scales_ptr": "*fp32", "h_base_ptr": "*fp8e4nv", "h_base_scales_ptr": "*fp32"}
+    strides = {"base_stride": 2048, "scale_stride_e": 192, "scale_stride_n": 16}
+    strides |= {"scale_stride_k": 1, "h_base_stride": 768}
+    tile = {"FORMAT": "fp8-block", "SWAP": True, "BLOCK_N": 128, "BLOCK_K": 128}
+    for block_m in (16, 64):
+        options = {**types, **strides, **tile, "BLOCK_M": block_m, "STORE_ROWS": True}
+        compile_kernel(gate_up_activation_kernel, capability, **options)
+        compile_kernel(gate_up_activation_kernel, capability, **options, EVEN_K=False, GATED=False)
+        compile_kernel(grouped_gemm_kernel, capability, **options, HAS_DELTA=False, AFTER_H=False)
+    copy = {"source_ptr": "*bf16", "source_columns": 2048, "source_stride": 2048, "GROUPS": 16}
+    copy |= {"base_ptr": "*fp8e4nv", "base_scales_ptr": "*fp32", "base_stride": 2048}
+    compile_kernel(route_kernel, capability, **copy, base_programs=8)
+    compile_kernel(base_rows_kernel, capability, **copy)
+    print("quantised: gate_up_activation, grouped_gemm, route, base_rows")
 
 
 def prefill(capability: int) -> None:

@@ -23,6 +23,8 @@ from moegraft.quant.formats import UNQUANTIZED, why_no_format
 #: finalize keeps one bit per choice.
 MAX_TOP_K = 64
 DTYPES = ("bfloat16", "float16", "float32")
+#: Weight formats with kernels, and the least compute capability that has their number types.
+FORMATS = {"fp8-block": 89}
 
 
 def supports(problem: Problem, mode: Mode | None = None) -> str | None:
@@ -37,14 +39,21 @@ def supports(problem: Problem, mode: Mode | None = None) -> str | None:
         return "torch finds no NVIDIA GPU"
     if problem.weight_format != UNQUANTIZED:
         reason = why_no_format(problem.weight_format)
-        return reason or f"weight format {problem.weight_format!r} has no kernels here yet"
+        if reason is None and problem.weight_format not in FORMATS:
+            reason = f"weight format {problem.weight_format!r} has no kernels here yet"
+        if reason is not None:
+            return reason
     if problem.dtype not in DTYPES:
         return f"weights are {problem.dtype}; implemented: {', '.join(DTYPES)}"
     if problem.top_k > MAX_TOP_K:
         return f"top_k is {problem.top_k}; implemented: up to {MAX_TOP_K}"
     facts = device_facts()
-    if facts.capability < 80:
-        return f"{facts.name} has compute capability {facts.capability / 10}, this needs 8.0"
+    least = FORMATS.get(problem.weight_format, 80)
+    if facts.capability < least:
+        return (
+            f"{facts.name} has compute capability {facts.capability / 10}, "
+            f"{problem.weight_format} weights need {least / 10}"
+        )
     if problem.activation == "custom" and mode in ("in_kernel", "fused_serial"):
         return f"mode {mode!r} can't run an activation given as a function; two_stream, serial can"
     if problem.post_norm and mode not in (None, "serial", "base"):
@@ -81,6 +90,8 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     run: LayerRun = partial(run_layer, config=config)
     if custom or mode in ("two_stream", "serial"):
         run = partial(run_unfused, config=config, two_stream=mode == "two_stream")
+    elif problem.weight_format != UNQUANTIZED:
+        pass  # the decode kernels run any number of tokens
     elif (tiles := prefill_config(problem, facts)) is not None:
         run = partial(run_prefill, config=tiles, other=config)
         return Choice(stages, mode, f"many rows per expert: {tiles}", run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 #: Rank rows that one product of the delta takes at most.
 MAX_BLOCK_R = 64
@@ -64,3 +65,10 @@ class FusedConfig:
         launch computes: the delta is a launch before the GEMM's.
         """
         return replace(self, merged=self.merged and pdl, pdl=pdl)
+
+    def launch_options(self) -> dict[str, Any]:
+        """Return a launch's options for dependent launch.
+
+        Interpreters and older cards know no such option, so it is only passed when it is on.
+        """
+        return {"PDL": True, "launch_pdl": True} if self.pdl else {"PDL": False}

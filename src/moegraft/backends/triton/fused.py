@@ -16,13 +16,8 @@ from dataclasses import replace
 import torch
 
 from moegraft.backends.triton.config import MAX_BLOCK_R, FusedConfig
-from moegraft.backends.triton.launch import (
-    run_delta,
-    run_down,
-    run_finalize,
-    run_gate_up,
-    run_route,
-)
+from moegraft.backends.triton.launch import run_down, run_finalize, run_gate_up, run_route
+from moegraft.backends.triton.launch_delta import run_delta
 from moegraft.backends.triton.workspace import MAX_PAIRS, Workspace, make_workspace
 from moegraft.call import LayerCall
 from moegraft.types import ExpertWeights, TokenSlots
@@ -52,9 +47,12 @@ def run_layer(
     ws = workspace
     if ws is None:
         dtype = torch.float32 if table is None else delta_dtype(weights.dtype, table.max_rank)
-        ws = make_workspace(weights, call.topk_ids.numel(), config.block_m, lora, dtype)
+        pairs = call.topk_ids.numel()
+        ws = make_workspace(weights, pairs, config.block_m, lora, dtype, top_k=top_k)
     slots = call.slots.slots if call.slots is not None and lora else None
-    run_route(call.topk_ids, slots, weights.num_experts, ws, config, call.expert_offset)
+    run_route(
+        call.topk_ids, slots, weights.num_experts, ws, config, call.expert_offset, x, ws.base_x
+    )
     if not lora:
         table = None
     if table is not None and not config.merged:

@@ -21,6 +21,8 @@ from moegraft.backends.triton.sync import (
     signal,
     wait_marked,
 )
+from moegraft.backends.triton.weights.product import base_product
+from moegraft.backends.triton.weights.rows import store_rows
 
 
 @triton.jit(
@@ -48,6 +50,19 @@ def gate_up_activation_kernel(
     bias_stride,
     num_tiles,
     num_pairs,
+    # Of quantised weights, None else: what the base product reads, scales, and the same of h.
+    base_ptr,
+    base_scales_ptr,
+    base_stride,
+    scales_ptr,
+    globals_ptr,
+    scale_stride_e,
+    scale_stride_n,
+    scale_stride_k,
+    global_stride,
+    h_base_ptr,
+    h_base_scales_ptr,
+    h_base_stride,
     # The delta's units, if this launch runs them: see segment_delta.
     arena_ptr,
     segments_ptr,
@@ -74,6 +89,13 @@ def gate_up_activation_kernel(
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     SWAP: tl.constexpr,  # weights as the left operand
+    FORMAT: tl.constexpr,  # of the weights
+    GATE_SCALES: tl.constexpr,
+    UP_SCALES: tl.constexpr,
+    GATE_GLOBAL: tl.constexpr,
+    UP_GLOBAL: tl.constexpr,
+    STORE_H: tl.constexpr,  # False: nobody but the next base product reads h
+    STORE_ROWS: tl.constexpr,  # that reads a copy of its own
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -125,52 +147,18 @@ def gate_up_activation_kernel(
     if DELTA == "some":  # asked for now: its latency passes while the K loop runs
         has_slot = tl.load(slots_ptr + tokens, mask=row_mask, other=-1) >= 0
 
-    k = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + tokens[:, None] * x_stride + k[None, :]
-    base = weight_ptr + expert * weight_stride_e
-    n = columns.to(tl.int64) * COLUMN_STEP
-    up_ptrs = base + (UP_START + n)[:, None] * weight_stride_n + k[None, :] * weight_stride_k
-    gate_ptrs = base + (GATE_START + n)[:, None] * weight_stride_n + k[None, :] * weight_stride_k
-    if SWAP:
-        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k0 in range(0, hidden, BLOCK_K):
-        w_mask = column_mask[:, None]
-        x_mask = row_mask[:, None]
-        if not EVEN_K:
-            w_mask = w_mask & (k0 + k < hidden)[None, :]
-            x_mask = x_mask & (k0 + k < hidden)[None, :]
-        # Weights first: x has to wait for the rows' numbers.
-        if EVEN_K and EVEN_N:
-            w_up = tl.load(up_ptrs)
-        else:
-            w_up = tl.load(up_ptrs, mask=w_mask, other=0.0)
-        if GATED:
-            if EVEN_K and EVEN_N:
-                w_gate = tl.load(gate_ptrs)
-            else:
-                w_gate = tl.load(gate_ptrs, mask=w_mask, other=0.0)
-        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
-        if SWAP:
-            up = tl.dot(w_up, tl.trans(x), up, input_precision="ieee")
-        else:
-            up = tl.dot(x, tl.trans(w_up), up, input_precision="ieee")
-        if GATED:
-            if SWAP:
-                gate = tl.dot(w_gate, tl.trans(x), gate, input_precision="ieee")
-            else:
-                gate = tl.dot(x, tl.trans(w_gate), gate, input_precision="ieee")
-            gate_ptrs += BLOCK_K * weight_stride_k
-        x_ptrs += BLOCK_K
-        up_ptrs += BLOCK_K * weight_stride_k
-    if SWAP:
-        up = tl.trans(up)
-        gate = tl.trans(gate)
+    first_column = (pid % num_tiles) * BLOCK_N
+    gate, up = base_product(
+        x_ptr, x_stride, base_ptr, base_stride, base_scales_ptr, tokens, row_mask, weight_ptr,
+        weight_stride_e, weight_stride_n, weight_stride_k, scales_ptr, scale_stride_e,
+        scale_stride_n, scale_stride_k, globals_ptr, global_stride, expert, first_column, columns,
+        column_mask, hidden, None, 0, 0, FORMAT, GATE_START, UP_START, COLUMN_STEP, GATE_SCALES,
+        UP_SCALES, GATE_GLOBAL, UP_GLOBAL, GATED, EVEN_K, EVEN_N, SWAP, BLOCK_M, BLOCK_N, BLOCK_K,
+        False, PDL,
+    )  # fmt: skip
     if HAS_BIAS:
         bias = bias_ptr + expert * bias_stride
+        n = columns.to(tl.int64) * COLUMN_STEP
         up += tl.load(bias + UP_START + n, mask=column_mask, other=0.0).to(tl.float32)[None, :]
         if GATED:
             more = tl.load(bias + GATE_START + n, mask=column_mask, other=0.0)
@@ -197,6 +185,13 @@ def gate_up_activation_kernel(
         h = pointwise(up, KIND, ALPHA)
     h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * intermediate + columns[None, :]
     mask = row_mask[:, None] & column_mask[None, :]
-    tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_last")
+    h = h.to(h_ptr.dtype.element_ty)
+    if STORE_H:
+        tl.store(h_ptrs, h, mask=mask, eviction_policy="evict_last")
+    if STORE_ROWS:
+        store_rows(
+            h, h_base_ptr, h_base_stride, h_base_scales_ptr, pairs.to(tl.int64), row_mask,
+            first_column, intermediate, FORMAT, BLOCK_N,
+        )  # fmt: skip
     signal(h_counter_ptr + block, 1, PDL)
     launch_end(PDL)

@@ -18,9 +18,9 @@ from moegraft.backends.triton.sync import (
     launch_next,
     launch_wait,
     peek,
-    wait_for,
     wait_marked,
 )
+from moegraft.backends.triton.weights.product import base_product
 
 
 @triton.jit(
@@ -51,6 +51,16 @@ def grouped_gemm_kernel(
     bias_stride,
     num_tiles,
     num_pairs,
+    # Of quantised weights, None else: what the base product reads, and scales.
+    base_ptr,
+    base_scales_ptr,
+    base_stride,
+    scales_ptr,
+    globals_ptr,
+    scale_stride_e,
+    scale_stride_n,
+    scale_stride_k,
+    global_stride,
     # The delta's units, if this launch runs them: see segment_delta.
     arena_ptr,
     segments_ptr,
@@ -71,6 +81,8 @@ def grouped_gemm_kernel(
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     SWAP: tl.constexpr,  # weights as the left operand
+    FORMAT: tl.constexpr,  # of the weights
+    OUT_PARTS: tl.constexpr,  # a row of out has so many times size_n columns
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -107,6 +119,7 @@ def grouped_gemm_kernel(
     block = pid // num_tiles
     # Past L1: read before launch_wait.
     info = tl.load(block_info_ptr + block, cache_modifier=".cg")
+    seen = 0
     if AFTER_H:
         seen = peek(h_counter_ptr + block, PDL)
     live_rows = info % 256
@@ -126,39 +139,14 @@ def grouped_gemm_kernel(
         weight = tl.load(topk_weights_ptr + pairs, mask=row_mask, other=0.0).to(tl.float32)
     x_rows = pairs // TOP_K if X_BY_TOKEN else pairs
 
-    k = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_ptrs = (
-        weight_ptr
-        + expert * weight_stride_e
-        + columns.to(tl.int64)[:, None] * weight_stride_n
-        + k[None, :] * weight_stride_k
-    )
-    if AFTER_H:
-        wait_for(h_counter_ptr + block, seen, h_tiles, PDL)
-    if SWAP:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k0 in range(0, size_k, BLOCK_K):
-        w_mask = column_mask[:, None]
-        x_mask = row_mask[:, None]
-        if not EVEN_K:
-            w_mask = w_mask & (k0 + k < size_k)[None, :]
-            x_mask = x_mask & (k0 + k < size_k)[None, :]
-        if EVEN_K and EVEN_N:
-            w = tl.load(weight_ptrs)
-        else:
-            w = tl.load(weight_ptrs, mask=w_mask, other=0.0)
-        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
-        if SWAP:
-            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-        x_ptrs += BLOCK_K
-        weight_ptrs += BLOCK_K * weight_stride_k
-    if SWAP:
-        acc = tl.trans(acc)
+    _, acc = base_product(
+        x_ptr, x_stride, base_ptr, base_stride, base_scales_ptr, x_rows.to(tl.int64), row_mask,
+        weight_ptr, weight_stride_e, weight_stride_n, weight_stride_k, scales_ptr, scale_stride_e,
+        scale_stride_n, scale_stride_k, globals_ptr, global_stride, expert,
+        (pid % num_tiles) * BLOCK_N, columns, column_mask, size_k, h_counter_ptr + block, seen,
+        h_tiles, FORMAT, 0, 0, 1, 0, 0, 0, 0, False, EVEN_K, EVEN_N, SWAP, BLOCK_M, BLOCK_N,
+        BLOCK_K, AFTER_H, PDL,
+    )  # fmt: skip
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * bias_stride + columns, mask=column_mask, other=0.0)
         acc += bias.to(tl.float32)[None, :]
@@ -169,7 +157,7 @@ def grouped_gemm_kernel(
         acc = add_delta(acc, delta, column_mask[None, :], has_delta)
     if WEIGHTED:
         acc = acc * weight[:, None]
-    out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * size_n + columns[None, :]
+    out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * (size_n * OUT_PARTS) + columns[None, :]
     out = acc.to(out_ptr.dtype.element_ty)
     mask = row_mask[:, None] & column_mask[None, :]
     tl.store(out_ptrs, out, mask=mask, eviction_policy="evict_last")

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 
 from moegraft.backends.triton.activation import activation_constants
-from moegraft.backends.triton.config import FusedConfig, block_r
+from moegraft.backends.triton.config import FusedConfig
 from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
 from moegraft.backends.triton.grouped_gemm import grouped_gemm_kernel
-from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kernel
+from moegraft.backends.triton.launch_delta import delta_arguments, gate_up_tiles
 from moegraft.backends.triton.route import route_kernel
+from moegraft.backends.triton.weights.arguments import gate_up_arguments, gemm_arguments
+from moegraft.backends.triton.weights.rows import (
+    BaseRows,
+    copy_arguments,
+    make_base_rows,
+    run_base_rows,
+)
 from moegraft.backends.triton.workspace import MAX_DENSE_PAIRS, RouteBuffers, Workspace
 from moegraft.factor_table import SiteTable
-from moegraft.factors import UNIT_BYTES
+from moegraft.quant.checks import num_parts
 from moegraft.types import ExpertWeights
 
-#: Rows of one product of lora_shrink_expand, the least that the matrix unit takes.
-SEGMENT_ROWS = 16
 #: Pairs above which route has more and wider programs.
 MAX_PAIRS_OF_4_WARPS = 1024
 
@@ -33,8 +35,13 @@ def run_route(
     ws: RouteBuffers,
     config: FusedConfig,
     expert_offset: int = 0,
+    source: torch.Tensor | None = None,
+    base: BaseRows | None = None,
 ) -> None:
-    """Sort the pairs into blocks and, with slots int32 ``[T]``, segments."""
+    """Sort the pairs into blocks and, with slots int32 ``[T]``, segments.
+
+    ``base``: the copy of ``source`` (x) that the base product reads, made in the same launch.
+    """
     pairs = ws.num_pairs
     dense = pairs <= MAX_DENSE_PAIRS
     many = pairs > MAX_PAIRS_OF_4_WARPS
@@ -43,126 +50,16 @@ def run_route(
     block_e = 8
     pair_programs = triton.cdiv(pairs, block_i)
     expert_programs = 0 if dense else triton.cdiv(num_experts + 1, block_e)
-    route_kernel[(pair_programs + expert_programs,)](
+    copy, copy_programs = copy_arguments(source, base)
+    route_kernel[(copy_programs + pair_programs + expert_programs,)](
         topk_ids, ws.pair_row if slots is None else slots,
         ws.row_pair, ws.pair_row, ws.segments, ws.states, ws.block_info, ws.h_counter,
         pairs, expert_offset, ws.num_blocks, pair_programs,
         TOP_K=topk_ids.shape[1], NUM_EXPERTS=num_experts, BLOCK_M=config.block_m, BLOCK_I=block_i,
         BLOCK_J=block_j, BLOCK_E=block_e, DENSE=dense,
-        HAS_SLOTS=slots is not None, num_warps=8 if many else 4, **_pdl(config),
+        HAS_SLOTS=slots is not None, num_warps=8 if many else 4,
+        base_programs=copy_programs or None, **copy, **config.launch_options(),
     )  # fmt: skip
-
-
-def run_delta(
-    x: torch.Tensor,
-    weights: ExpertWeights,
-    table: SiteTable,
-    ws: Workspace,
-    top_k: int,
-    config: FusedConfig,
-    down: bool,
-) -> None:
-    """Launch lora_shrink_expand for gate and up (x per token) or for down (h per pair)."""
-    tile = config.delta
-    units = DeltaUnits.of(weights, table, ws, config, down)
-    out = ws.delta_down if down else ws.delta_gate_up
-    lora_shrink_expand_kernel[(min(units.num_units, config.delta_programs),)](
-        x, out, ws.states[2 if down else 0], table.arena.data, ws.segments, ws.row_pair,
-        units.records, units.records.view(torch.int32), table.expert_map, ws.h_counter,
-        gate_up_tiles(weights, config), units.num_units, ws.num_pairs, units.size_k, units.size_n,
-        x.stride(0), table.records.stride(0), units.map_stride, table.num_slots,
-        TOP_K=top_k, DOWN=down, SIDES=units.sides, SPLITS=config.splits(down), UNIT=units.unit,
-        EVEN_K=units.even_k, EVEN_N=units.even_n, BLOCK_ROWS=config.block_m, BLOCK_M=SEGMENT_ROWS,
-        BLOCK_R=block_r(table.max_rank), BLOCK_K=tile.block_k, BLOCK_N=tile.block_n,
-        STAGES=tile.num_stages, num_warps=tile.num_warps, **_pdl(config),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DeltaUnits:
-    """What describes the units of one side's delta; see :mod:`.segment_delta`."""
-
-    records: torch.Tensor
-    num_units: int
-    size_k: int
-    size_n: int
-    sides: int
-    map_stride: int
-    unit: int
-    even_k: bool
-    even_n: bool
-
-    @staticmethod
-    def of(
-        weights: ExpertWeights, table: SiteTable, ws: RouteBuffers, config: FusedConfig, down: bool
-    ) -> DeltaUnits:
-        """Describe the units of gate and up, or of down."""
-        assert table.expert_map is not None
-        tile = config.delta
-        sides = 2 if weights.layout.gated and not down else 1
-        sizes = (weights.hidden, weights.intermediate)
-        size_k, size_n = sizes[::-1] if down else sizes
-        return DeltaUnits(
-            records=table.records[:, table.records.shape[1] - 1 if down else 0 :],
-            num_units=ws.num_pairs * sides * config.splits(down),
-            size_k=size_k,
-            size_n=size_n,
-            sides=sides,
-            map_stride=table.expert_map.stride(0),
-            unit=UNIT_BYTES // table.arena.data.element_size(),
-            even_k=size_k % tile.block_k == 0,
-            even_n=size_n % (tile.block_n * config.splits(down)) == 0,
-        )
-
-
-def _delta_args(
-    weights: ExpertWeights,
-    table: SiteTable | None,
-    ws: RouteBuffers,
-    config: FusedConfig,
-    down: bool,
-) -> tuple[int, dict[str, Any]]:
-    """Return a GEMM's programs for the delta and its arguments for them."""
-    if table is None or not config.merged:
-        none = dict.fromkeys(
-            ("arena_ptr", "segments_ptr", "records_ptr", "records_i32_ptr", "map_ptr")
-        )
-        zero = dict.fromkeys(
-            ("slot_stride", "map_stride", "num_slots", "num_units", "delta_programs"), 0
-        )
-        off = dict.fromkeys(("UNITS", "DELTA_EVEN_K", "DELTA_EVEN_N"), False)
-        one = dict.fromkeys(("UNIT", "DELTA_M", "DELTA_R", "DELTA_K", "DELTA_N", "DELTA_STAGES"), 1)
-        return 0, {**none, **zero, **off, **one, "SPLITS": config.splits(down)}
-    tile = config.delta
-    units = DeltaUnits.of(weights, table, ws, config, down)
-    programs = min(units.num_units, config.delta_programs)
-    return programs, {
-        "arena_ptr": table.arena.data,
-        "segments_ptr": ws.segments,
-        "records_ptr": units.records,
-        "records_i32_ptr": units.records.view(torch.int32),
-        "map_ptr": table.expert_map,
-        "slot_stride": table.records.stride(0),
-        "map_stride": units.map_stride,
-        "num_slots": table.num_slots,
-        "num_units": units.num_units,
-        "delta_programs": programs,
-        "UNITS": True,
-        "SPLITS": config.splits(down),
-        "UNIT": units.unit,
-        "DELTA_EVEN_K": units.even_k,
-        "DELTA_EVEN_N": units.even_n,
-        "DELTA_M": SEGMENT_ROWS,
-        "DELTA_R": block_r(table.max_rank),
-        "DELTA_K": tile.block_k,
-        "DELTA_N": tile.block_n,
-        "DELTA_STAGES": tile.num_stages,
-    }
-
-
-def gate_up_tiles(weights: ExpertWeights, config: FusedConfig) -> int:
-    """Return how many programs write h of one block."""
-    return triton.cdiv(weights.intermediate, config.gate_up.block_n)
 
 
 def run_gate_up(
@@ -174,29 +71,37 @@ def run_gate_up(
     table: SiteTable | None = None,
     slots: torch.Tensor | None = None,
     every_pair: torch.Tensor | None = None,
+    keep_h: bool = False,
 ) -> None:
     """Launch gate_up_activation; with table and slots it adds (if merged, computes) the delta.
 
     ``every_pair``: a delta of all pairs that somebody else computed, ``[P, 2I]`` as gate | up, in
-    any float dtype; without table and slots.
+    any float dtype; without table and slots. ``keep_h``: leave h in ``ws.h`` also where only the
+    base product of down reads it, which may have a copy of its own.
     """
     tile = config.gate_up
     inter, hidden = weights.intermediate, weights.hidden
     w = weights.gate_up_oi
     bias = weights.gate_up_bias
     tiles = gate_up_tiles(weights, config)
-    programs, delta = _delta_args(weights, table, ws, config, down=False)
+    programs, delta = delta_arguments(weights, table, ws, config, down=False)
+    h = ws.base_h
     gate_up_activation_kernel[(programs + ws.num_blocks * tiles,)](
         x, weights.gate_up, bias, ws.h, ws.delta_gate_up if every_pair is None else every_pair,
         ws.states, ws.row_pair, ws.block_info, slots, ws.h_counter,
         hidden, inter, x.stride(0), w.stride(0), w.stride(1), w.stride(2),
         0 if bias is None else bias.stride(0), tiles, ws.num_pairs,
+        h_base_ptr=None if h is None else h.values,
+        h_base_scales_ptr=None if h is None else h.scales,
+        h_base_stride=None if h is None else h.values.stride(0), STORE_ROWS=h is not None,
+        STORE_H=h is None or keep_h or table is not None,
         TOP_K=top_k, HAS_BIAS=bias is not None,
         DELTA="all" if every_pair is not None else "none" if slots is None else "some",
         EVEN_K=hidden % tile.block_k == 0, EVEN_N=inter % tile.block_n == 0, SWAP=tile.swap,
         BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
-        **activation_constants(weights), **delta, **_pdl(config),
+        **gate_up_arguments(weights, ws.base_x), **activation_constants(weights), **delta,
+        **config.launch_options(),
     )  # fmt: skip
 
 
@@ -217,7 +122,7 @@ def run_down(
     inter, hidden = weights.intermediate, weights.hidden
     bias = weights.down_bias
     tiles = triton.cdiv(hidden, tile.block_n)
-    programs, delta = _delta_args(weights, table, ws, config, down=True)
+    programs, delta = delta_arguments(weights, table, ws, config, down=True)
     grouped_gemm_kernel[(programs + ws.num_blocks * tiles,)](
         ws.h, weights.down, bias, topk_weights, ws.y, ws.delta_down, ws.states[2],
         ws.row_pair, ws.block_info, slots, ws.h_counter, gate_up_tiles(weights, config),
@@ -227,7 +132,8 @@ def run_down(
         HAS_BIAS=bias is not None, HAS_DELTA=slots is not None,
         EVEN_K=inter % tile.block_k == 0, EVEN_N=hidden % tile.block_n == 0, SWAP=tile.swap,
         BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **delta, **_pdl(config),
+        OUT_PARTS=1, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **gemm_arguments(weights, ws.base_h, down=True), **delta, **config.launch_options(),
     )  # fmt: skip
 
 
@@ -239,29 +145,42 @@ def run_grouped_gemm(
     config: FusedConfig,
     out: torch.Tensor,
     down: bool,
+    base: BaseRows | None = None,
 ) -> None:
     """Launch a plain product with its bias: gate_up of x per token, or down of h per pair.
 
     ``out`` is fp32 ``[P, columns]`` in the host's columns; only rows of local pairs are written.
+    ``base``: x as the product reads it, made here where it is None. Gate and up of quantised
+    weights are a launch each where each has scales of its own.
     """
     tile = config.down if down else config.gate_up
     w = weights.down_oi if down else weights.gate_up_oi
     bias = weights.down_bias if down else weights.gate_up_bias
     if bias is not None and bias.stride(1) != 1:
         bias = bias.contiguous()
-    size_n, size_k = w.shape[1:]
+    size_k = weights.intermediate if down else weights.hidden
+    if base is None:
+        base = make_base_rows(weights.weight_format, x.shape[0], x.shape[1], x.device)
+        run_base_rows(x, base)
+    parts = 1 if down or weights.scales is None else num_parts(weights.layout)
+    size_n = w.shape[1] // parts
     tiles = triton.cdiv(size_n, tile.block_n)
-    _, delta = _delta_args(weights, None, ws, config, down=True)  # none of them
-    grouped_gemm_kernel[(ws.num_blocks * tiles,)](
-        x, w, bias, None, out, None, None, ws.row_pair, ws.block_info, None, ws.h_counter, 0,
-        size_n, size_k, x.stride(0), w.stride(0), w.stride(1), w.stride(2),
-        0 if bias is None else bias.stride(0), tiles, ws.num_pairs,
-        TOP_K=top_k, AFTER_H=False, X_BY_TOKEN=not down, WEIGHTED=False,
-        HAS_BIAS=bias is not None, HAS_DELTA=False,
-        EVEN_K=size_k % tile.block_k == 0, EVEN_N=size_n % tile.block_n == 0, SWAP=tile.swap,
-        BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **delta, **_pdl(config),
-    )  # fmt: skip
+    _, delta = delta_arguments(weights, None, ws, config, down=True)  # none of them
+    for part in range(parts):
+        columns = slice(part * size_n, (part + 1) * size_n)
+        form = gemm_arguments(weights, base, down, part if parts > 1 else None)
+        grouped_gemm_kernel[(ws.num_blocks * tiles,)](
+            x, w[:, columns], None if bias is None else bias[:, columns], None, out[:, columns],
+            None, None, ws.row_pair, ws.block_info, None, ws.h_counter, 0, size_n, size_k,
+            x.stride(0), w.stride(0), w.stride(1), w.stride(2),
+            0 if bias is None else bias.stride(0), tiles, ws.num_pairs,
+            TOP_K=top_k, AFTER_H=False, X_BY_TOKEN=not down, WEIGHTED=False,
+            HAS_BIAS=bias is not None, HAS_DELTA=False, OUT_PARTS=parts,
+            EVEN_K=size_k % tile.block_k == 0, EVEN_N=size_n % tile.block_n == 0, SWAP=tile.swap,
+            BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **form, **delta,
+            **config.launch_options(),
+        )  # fmt: skip
 
 
 def run_finalize(
@@ -284,10 +203,5 @@ def run_finalize(
         ws.y, ws.pair_row, out, slots, delta_weights, ws.delta_down, ws.states[2],
         hidden, out.stride(0), scale, DELTA=delta_weights is not None,
         TOP_K=top_k, BLOCK_H=block,
-        num_warps=2, **_pdl(config),
+        num_warps=2, **config.launch_options(),
     )  # fmt: skip
-
-
-def _pdl(config: FusedConfig) -> dict[str, Any]:
-    # Interpreters and older cards know no such launch option, so it is only passed when it is on.
-    return {"PDL": True, "launch_pdl": True} if config.pdl else {"PDL": False}

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from moegraft.backends.triton.sync import launch_next, launch_wait
+from moegraft.backends.triton.weights.rows import write_rows
 
 
 @triton.jit
@@ -44,7 +45,11 @@ def _load_keys(
     return tl.where(local, expert, tl.where(in_range, NUM_EXPERTS, NUM_EXPERTS + 1)), slot
 
 
-@triton.jit(do_not_specialize=["num_pairs", "expert_offset", "num_blocks", "pair_programs"])
+@triton.jit(
+    do_not_specialize=[
+        "num_pairs", "expert_offset", "num_blocks", "pair_programs", "base_programs",
+    ]
+)  # fmt: skip
 def route_kernel(
     topk_ids_ptr,  # [P] int32/int64
     slots_ptr,  # [T] int32
@@ -58,6 +63,14 @@ def route_kernel(
     expert_offset,
     num_blocks,
     pair_programs,
+    # Of the copy of x that a base product reads, None without one: see weights/rows.
+    source_ptr,
+    base_ptr,
+    base_scales_ptr,
+    source_columns,
+    source_stride,
+    base_stride,
+    base_programs,
     TOP_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -66,12 +79,21 @@ def route_kernel(
     BLOCK_E: tl.constexpr,
     DENSE: tl.constexpr,  # one program sees all pairs: BLOCK_I >= P
     HAS_SLOTS: tl.constexpr,
+    GROUPS: tl.constexpr,  # 0 = no copy of x; else the first base_programs programs make it
     PDL: tl.constexpr,
 ):
     """See the top of the file."""
     launch_next(PDL)
     launch_wait(PDL)
     pid = tl.program_id(0)
+    if GROUPS:
+        if pid < base_programs:
+            write_rows(
+                pid, source_ptr, base_ptr, base_scales_ptr, source_columns, source_stride,
+                base_stride, GROUPS,
+            )  # fmt: skip
+            return
+        pid -= base_programs
     if pid >= pair_programs:
         _write_blocks(
             pid - pair_programs, topk_ids_ptr, slots_ptr, block_info_ptr, h_counter_ptr, num_pairs,

@@ -27,6 +27,7 @@ from moegraft.backends.triton.launch import (
 from moegraft.backends.triton.pair_activation import run_pair_activation
 from moegraft.backends.triton.pairs import run_number_rows
 from moegraft.backends.triton.tiles import choose_config
+from moegraft.backends.triton.weights.rows import run_base_rows
 from moegraft.backends.triton.workspace import MAX_PAIRS, Workspace, make_workspace
 from moegraft.problem import Problem
 from moegraft.routed_call import RoutedCall
@@ -64,17 +65,19 @@ def _run(call: RoutedCall, first_pair: int = 0) -> None:
         config = config.overlapping(False)
     # fp32, so that the sum has the bits of finalize over the rows of ``do_finalize=False``.
     ws = make_workspace(
-        weights, num_tokens * top_k, config.block_m, lora=False, y_type=torch.float32
+        weights, num_tokens * top_k, config.block_m, False, y_type=torch.float32, top_k=top_k
     )
     if call.h is not None:
         ws = replace(ws, h=call.h.zero_())
-    run_route(call.topk_ids, None, weights.num_experts, ws, config, call.expert_offset)
+    x, base_x = call.x_TH, ws.base_x
+    run_route(call.topk_ids, None, weights.num_experts, ws, config, call.expert_offset, x, base_x)
     if call.lora_ready:
         _gate_up_beside_event(call, ws, top_k, config)
     else:
-        run_gate_up(call.x_TH, weights, ws, top_k, config, every_pair=call.gate_up_delta)
+        delta, keep_h = call.gate_up_delta, call.h is not None
+        run_gate_up(x, weights, ws, top_k, config, every_pair=delta, keep_h=keep_h)
     if call.rows is not None and call.pair_to_row is not None:
-        run_grouped_gemm(ws.h, weights, ws, top_k, config, call.rows, down=True)
+        run_grouped_gemm(ws.h, weights, ws, top_k, config, call.rows, True, ws.base_h)
         _record(call, device)
         run_number_rows(ws.pair_row, call.pair_to_row, first_pair)
     if call.out is not None:
@@ -87,9 +90,10 @@ def _gate_up_beside_event(call: RoutedCall, ws: Workspace, top_k: int, config: F
     """Run the raw product; then wait for the delta and make h of it."""
     columns = call.weights.gate_up_oi.shape[1]
     gate_up = torch.empty(ws.num_pairs, columns, dtype=torch.float32, device=call.x_TH.device)
-    run_grouped_gemm(call.x_TH, call.weights, ws, top_k, config, gate_up, down=False)
+    run_grouped_gemm(call.x_TH, call.weights, ws, top_k, config, gate_up, False, ws.base_x)
     wait_event(call.lora_ready, call.x_TH.device)
     run_pair_activation(gate_up, call.weights, ws.h, ws, every_pair=call.gate_up_delta)
+    run_base_rows(ws.h, ws.base_h)
 
 
 def _record(call: RoutedCall, device: torch.device) -> None:

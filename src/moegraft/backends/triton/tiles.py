@@ -11,7 +11,15 @@ from dataclasses import replace
 from moegraft.backends.triton.config import FusedConfig, GemmConfig, block_r
 from moegraft.backends.triton.device import DeviceFacts
 from moegraft.backends.triton.tuned_tiles import tuned_config
+from moegraft.backends.triton.weights.tiles import (
+    quantised_candidates,
+    quantised_config,
+    smaller,
+    stage_bytes,
+    tiles_ok,
+)
 from moegraft.problem import Problem
+from moegraft.quant.formats import UNQUANTIZED
 
 #: Mean rows per expert up to which a block has 16, or 32 rows; 64 above.
 _ROWS_16, _ROWS_32 = 12, 28
@@ -24,9 +32,10 @@ def choose_config(problem: Problem, device: DeviceFacts) -> tuple[FusedConfig, s
     found = tuned_config(problem, device.name)
     if found is not None and config_ok(found[0], problem, device):
         return found
-    config = _by_rules(problem)
+    plain = problem.weight_format == UNQUANTIZED
+    config = _by_rules(problem) if plain else quantised_config(problem)
     while not config_ok(config, problem, device):
-        config = _smaller(config)
+        config = _smaller(config) if plain else smaller(config)
     return config, "tiles by rule"
 
 
@@ -34,10 +43,15 @@ def config_ok(config: FusedConfig, problem: Problem, device: DeviceFacts) -> boo
     """True when the tiles fit the device: the matrix unit's least sizes and the shared memory."""
     itemsize = 4 if problem.dtype == "float32" else 2
     sides = 2 if problem.gated else 1
+    plain = problem.weight_format == UNQUANTIZED
+    if not plain and not tiles_ok(config, problem):
+        return False
     for tile, accumulators in ((config.gate_up, sides), (config.down, 1)):
-        rows = config.block_m + accumulators * tile.block_n
+        step = (config.block_m + accumulators * tile.block_n) * tile.block_k * itemsize
+        if not plain:
+            step = stage_bytes(config, tile, accumulators, problem)
         buffers = max(tile.num_stages - (0 if tile.swap else 1), 1)
-        if rows * tile.block_k * itemsize * buffers > device.shared_memory:
+        if step * buffers > device.shared_memory:
             return False
         if tile.swap and tile.block_n < 64:
             return False
@@ -51,6 +65,11 @@ def candidates(problem: Problem, device: DeviceFacts) -> Iterator[FusedConfig]:
     """Yield tiles that are worth a try for a problem, the chosen ones first."""
     start, _ = choose_config(problem, device)
     yield start
+    if problem.weight_format != UNQUANTIZED:
+        for config in quantised_candidates(problem):
+            if config != start and config_ok(config, problem, device):
+                yield config
+        return
     gemms = [
         GemmConfig(block_n, block_k, warps, stages, swap)
         for block_n, block_k, warps, stages, swap in (

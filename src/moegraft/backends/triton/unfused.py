@@ -26,6 +26,7 @@ from moegraft.backends.triton.lora_expand import run_lora_delta
 from moegraft.backends.triton.lora_shrink import run_lora_shrink
 from moegraft.backends.triton.pair_activation import run_add_delta, run_pair_activation
 from moegraft.backends.triton.stages import empty_gate_up
+from moegraft.backends.triton.weights.rows import run_base_rows
 from moegraft.backends.triton.workspace import MAX_PAIRS, Workspace, make_workspace
 from moegraft.call import LayerCall
 from moegraft.factor_table import SiteTable
@@ -79,10 +80,13 @@ def run_unfused(
     ws, top_k = buffers.ws, call.topk_ids.shape[1]
     slots = call.slots.slots if call.slots is not None and call.lora else None
     fork = two_stream and call.lora and x.shape[0] <= max_tokens
-    run_route(call.topk_ids, slots, weights.num_experts, ws, config, call.expert_offset)
+    run_route(
+        call.topk_ids, slots, weights.num_experts, ws, config, call.expert_offset, x, ws.base_x
+    )
     with _gate_up_delta(call, buffers, fork):
-        run_grouped_gemm(x, weights, ws, top_k, config, buffers.gate_up, down=False)
+        run_grouped_gemm(x, weights, ws, top_k, config, buffers.gate_up, False, ws.base_x)
     h = _activate(call, buffers)
+    run_base_rows(h, ws.base_h)
     if call.lora:
         assert call.table is not None and buffers.ranks is not None
         _run_delta(h, call.table, ("down",), buffers.ranks, ws, top_k, ws.delta_down)
@@ -99,7 +103,7 @@ def _make_buffers(call: LayerCall, config: FusedConfig) -> UnfusedBuffers:
         shape = (len(call.sides), pairs, call.table.max_rank)
         ranks = torch.empty(shape, dtype=torch.float32, device=weights.device)
     return UnfusedBuffers(
-        ws=make_workspace(weights, pairs, config.block_m, call.lora),
+        ws=make_workspace(weights, pairs, config.block_m, call.lora, top_k=call.topk_ids.shape[1]),
         gate_up=empty_gate_up(weights, pairs),
         ranks=ranks,
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 
+from moegraft.backends.triton.weights.rows import BaseRows, make_base_rows
 from moegraft.types import ExpertWeights
 
 #: Pairs that one round of launches takes: route counts them in 15 bits.
@@ -51,12 +53,16 @@ class Workspace(RouteBuffers):
         delta_gate_up: ``[P, 2I]`` as gate | up (``[P, I]`` without a gate), only pairs that have a
             delta; None without adapters.
         delta_down: ``[P, H]``, likewise.
+        base_x: x as the base product of quantised weights reads it; None = as it is.
+        base_h: h likewise.
     """
 
     h: torch.Tensor
     y: torch.Tensor
     delta_gate_up: torch.Tensor | None
     delta_down: torch.Tensor | None
+    base_x: BaseRows | None = None
+    base_h: BaseRows | None = None
 
 
 def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
@@ -103,10 +109,11 @@ def make_workspace(
     lora: bool,
     delta_dtype: torch.dtype = torch.float32,
     y_type: torch.dtype | None = None,
+    top_k: int = 1,
 ) -> Workspace:
     """Allocate scratch for P pairs; ``lora`` adds what only adapters need, in ``delta_dtype``.
 
-    ``y_type`` None = :func:`y_dtype`.
+    ``y_type`` None = :func:`y_dtype`. ``top_k`` says how many tokens there are.
 
     Nothing is initialised. All of it comes from torch's allocator on the current stream, so a
     captured call takes its memory from the graph's pool.
@@ -126,4 +133,8 @@ def make_workspace(
         ),
         delta_gate_up=delta(sides * weights.intermediate) if lora else None,
         delta_down=delta(weights.hidden) if lora else None,
+        base_x=make_base_rows(
+            weights.weight_format, triton.cdiv(num_pairs, top_k), weights.hidden, device
+        ),
+        base_h=make_base_rows(weights.weight_format, num_pairs, weights.intermediate, device),
     )
