@@ -100,6 +100,11 @@ class AdapterConfig:
             return int(found)
         return self.r if self.r is not None else tensor_rank
 
+    @property
+    def varies(self) -> bool:
+        """True when ranks or alphas depend on names."""
+        return bool(self.rank_pattern or self.alpha_pattern)
+
     def scale_for(self, name: str, tensor_rank: int) -> float:
         """Return alpha/r, or alpha/sqrt(r) with rslora; alpha and r are looked up separately.
 

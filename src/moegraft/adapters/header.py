@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import BinaryIO, NamedTuple
+from functools import cached_property
+from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import torch
 
 from moegraft.adapters.file_policy import FilePolicy
@@ -21,14 +21,13 @@ from moegraft.errors import AdapterError, shown
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 #: One tensor of a header as safetensors writes it, with the comma behind it.
 _ENTRY = re.compile(
-    rb'"([^"\\\x00-\x1f]+)":{"dtype":"(\w{1,16})","shape":\[((?:\d{1,18}(?:,\d{1,18})*)?)\],'
-    rb'"data_offsets":\[(0|[1-9]\d{0,17}),(0|[1-9]\d{0,17})\]},'
+    rb'"([^"\\\x00-\x1f]+)":{"dtype":"(\w{1,16}","shape":\[(?:\d{1,18}(?:,\d{1,18})*)?)\],'
+    rb'"data_offsets":\[((?:0|[1-9]\d{0,17}),(?:0|[1-9]\d{0,17}))\]},'
 )
-#: What an entry has besides the five groups.
-_MARKS = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
+#: What lies between dtype and sizes of an entry, and what it has besides the three groups.
+_SHAPE = b'","shape":['
+_MARKS = len('"":{"dtype":"],"data_offsets":[]},')
 _METADATA = re.compile(rb'{"__metadata__":({"[\w.-]+":"[\w.-]*"}),')
-#: name -> dtype, sizes, begin, end
-_Entries = dict[str, tuple[bytes, bytes, int, int]]
 #: Dimensions of a tensor; factors have two or three.
 MAX_DIMS = 8
 #: Names are shown in messages and split at dots; the longest real ones have about 150 characters.
@@ -48,27 +47,57 @@ class StoredTensor(NamedTuple):
     end: int
 
 
+class TensorKind(NamedTuple):
+    """What many tensors have in common."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of itself.
+    """What a safetensors file says of itself, in columns: it may have tens of thousands of tensors.
 
     Attributes:
-        tensors: name -> where it is, in the order of the header; together they cover the data
+        names: of its tensors, none twice, in the order of the header; together they cover the data
             without holes or overlaps.
+        kinds: of each; the same object for all tensors of one kind.
+        begins: int64 array, the first byte of each in the data.
         metadata: its free text.
         data_begin: byte of the file that the data begin at.
         data_bytes: length of the data, to the end of the file.
     """
 
-    tensors: Mapping[str, StoredTensor]
+    names: Sequence[str]
+    kinds: Sequence[TensorKind]
+    begins: Any
     metadata: Mapping[str, str]
     data_begin: int
     data_bytes: int
 
-    @property
+    @cached_property
     def aligned(self) -> bool:
         """True when every tensor begins at a multiple of its dtype's size."""
-        return not any(t.begin % t.dtype.itemsize for t in self.tensors.values())
+        sizes = np.array([kind.dtype.itemsize for kind in self.kinds], dtype=np.int64)
+        return not (self.begins % sizes).any()
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Name -> where it is, in the order of the header."""
+        return {
+            name: StoredTensor(kind.dtype, kind.shape, begin, begin + kind.num_bytes)
+            for name, kind, begin in zip(self.names, self.kinds, self.begins.tolist(), strict=True)
+        }
+
+
+class _Columns(NamedTuple):
+    """Entries: names, dtypes with sizes as they are written, first bytes, those behind the last."""
+
+    names: Sequence[str]
+    kinds: Sequence[bytes]
+    begins: Any
+    ends: Any
 
 
 def read_header(file: BinaryIO, file_bytes: int, origin: str, policy: FilePolicy) -> Header:
@@ -112,18 +141,18 @@ def read_header(file: BinaryIO, file_bytes: int, origin: str, policy: FilePolicy
             f"{origin} has a header of {values:,} values, more than {policy.max_tensors:,} tensors "
             "need (FilePolicy.max_tensors)."
         )
-    entries, metadata = _plain(raw) or _any(raw, origin, most)
-    if len(entries) > policy.max_tensors:
+    columns, metadata = _plain(raw) or _any(raw, origin, most)
+    if len(columns.names) > policy.max_tensors:
         raise AdapterError(
-            f"{origin} holds {len(entries):,} tensors, over the limit of {policy.max_tensors:,} "
-            "(FilePolicy.max_tensors)."
+            f"{origin} holds {len(columns.names):,} tensors, over the limit of "
+            f"{policy.max_tensors:,} (FilePolicy.max_tensors)."
         )
-    tensors = _checked(entries, origin)
+    kinds = _checked(columns, origin)
     data_bytes = file_bytes - 8 - length
-    problem = _cover(tensors, data_bytes)
+    problem = _cover(columns, data_bytes)
     if problem:
         raise bad(problem)
-    return Header(tensors, metadata, 8 + length, data_bytes)
+    return Header(columns.names, kinds, columns.begins, metadata, 8 + length, data_bytes)
 
 
 def check_tensor_name(name: object, origin: str) -> None:
@@ -145,7 +174,7 @@ def wrong_dtype(origin: str, name: str, dtype: object) -> AdapterError:
     )
 
 
-def _plain(raw: bytes) -> tuple[_Entries, dict[str, str]] | None:
+def _plain(raw: bytes) -> tuple[_Columns, dict[str, str]] | None:
     """Read a header in the form that safetensors writes; None for any other.
 
     JSON makes several objects per tensor, which costs more than reading small factors does.
@@ -157,19 +186,21 @@ def _plain(raw: bytes) -> tuple[_Entries, dict[str, str]] | None:
         return None
     text = text[:-1] + b","
     found = _ENTRY.findall(text)
-    if sum(map(len, itertools.chain.from_iterable(found))) + len(found) * _MARKS != len(text):
+    columns = list(zip(*found, strict=True)) or [()] * _ENTRY.groups
+    if sum(len(b"".join(column)) for column in columns) + len(found) * _MARKS != len(text):
         return None  # the entries leave something over
+    names, kinds, spans = columns
     try:
-        entries = {
-            name.decode(): (dtype, shape, int(begin), int(end))
-            for name, dtype, shape, begin, end in found
-        }
+        decoded = b"\n".join(names).decode().split("\n") if names else []
     except UnicodeDecodeError:
         return None
-    return (entries, metadata) if len(entries) == len(found) else None
+    if len(set(decoded)) != len(found):
+        return None
+    offsets = np.fromstring(b",".join(spans), dtype=np.int64, sep=",")
+    return _Columns(decoded, kinds, offsets[0::2], offsets[1::2]), metadata
 
 
-def _any(raw: bytes, origin: str, max_values: int) -> tuple[_Entries, dict[str, str]]:
+def _any(raw: bytes, origin: str, max_values: int) -> tuple[_Columns, dict[str, str]]:
     """Read any header, and say what is wrong with it."""
     what = f"{origin} is not a readable safetensors file: its header"
     found = parse_json(raw, what, max_values)
@@ -177,7 +208,8 @@ def _any(raw: bytes, origin: str, max_values: int) -> tuple[_Entries, dict[str, 
     metadata = found.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise AdapterError(f"{what} has a __metadata__ that is no object of texts.")
-    entries: _Entries = {}
+    kinds: list[bytes] = []
+    spans: list[list[int]] = []
     for name, entry in found.items():
         check_tensor_name(name, origin)
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
@@ -190,34 +222,39 @@ def _any(raw: bytes, origin: str, max_values: int) -> tuple[_Entries, dict[str, 
         if not _are_sizes(offsets) or len(offsets) != 2:
             raise AdapterError(f"{origin}: {name} has the offsets {shown(offsets)}.")
         sizes = ",".join(map(str, shape)).encode()
-        entries[name] = (dtype.encode("utf-8", "replace"), sizes, offsets[0], offsets[1])
-    return entries, metadata
+        kinds.append(dtype.encode("utf-8", "replace") + _SHAPE + sizes)
+        spans.append(offsets)
+    begins, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    return _Columns(list(found), kinds, begins, ends), metadata
 
 
-def _checked(entries: _Entries, origin: str) -> dict[str, StoredTensor]:
+def _checked(columns: _Columns, origin: str) -> list[TensorKind]:
     """Check every entry; what many have in common (dtype and shape) is checked once."""
-    known: dict[tuple[bytes, bytes], tuple[torch.dtype, tuple[int, ...], int]] = {}
-    tensors = {}
-    for name, (dtype_name, sizes, begin, end) in entries.items():
-        check_tensor_name(name, origin)
-        kind = known.get((dtype_name, sizes))
-        if kind is None:
-            kind = _kind(name, dtype_name.decode(), sizes.decode(), origin)
-            known[dtype_name, sizes] = kind
-        dtype, shape, num_bytes = kind
-        if end - begin != num_bytes:
-            raise AdapterError(
-                f"{origin}: {name} is {dtype} {shape}, so {num_bytes:,} bytes, but has bytes "
-                f"{begin:,} to {end:,}."
-            )
-        tensors[name] = StoredTensor(dtype, shape, begin, end)
-    return tensors
+    names = columns.names
+    if max(map(len, names), default=0) > _MAX_NAME or not "".join(names).isprintable():
+        for name in names:
+            check_tensor_name(name, origin)
+    known: dict[bytes, TensorKind] = {}
+    for name, kind in zip(names, columns.kinds, strict=True):
+        if kind not in known:
+            known[kind] = _kind(name, kind, origin)
+    kinds = [known[kind] for kind in columns.kinds]
+    # No span is that long; where sizes are 0 others may be, and no int64 holds them.
+    sizes = np.array([min(kind.num_bytes, LARGEST) for kind in kinds], dtype=np.int64)
+    wrong = np.flatnonzero(columns.ends - columns.begins != sizes)
+    if len(wrong):
+        first = int(wrong[0])
+        dtype, shape, num_bytes = kinds[first]
+        raise AdapterError(
+            f"{origin}: {names[first]} is {dtype} {shape}, so {num_bytes:,} bytes, but has bytes "
+            f"{columns.begins[first]:,} to {columns.ends[first]:,}."
+        )
+    return kinds
 
 
-def _kind(
-    name: str, dtype_name: str, sizes: str, origin: str
-) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """Return a dtype, a shape and the bytes that they take."""
+def _kind(name: str, written: bytes, origin: str) -> TensorKind:
+    """Return what a dtype and sizes, as they are written, say."""
+    dtype_name, _, sizes = written.decode().rpartition(_SHAPE.decode())
     dtype = STORED_DTYPES.get(dtype_name)
     if dtype is None:
         raise wrong_dtype(origin, name, shown(dtype_name))
@@ -225,7 +262,7 @@ def _kind(
     widest = math.prod(max(size, 1) for size in shape)
     if len(shape) > MAX_DIMS or widest >= LARGEST:
         raise AdapterError(f"{origin}: {name} has the shape {shown(shape)}.")
-    return dtype, tuple(shape), math.prod(shape) * dtype.itemsize
+    return TensorKind(dtype, tuple(shape), math.prod(shape) * dtype.itemsize)
 
 
 def _are_sizes(values: object) -> bool:
@@ -233,17 +270,21 @@ def _are_sizes(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < LARGEST for v in values)
 
 
-def _cover(tensors: Mapping[str, StoredTensor], data_bytes: int) -> str:
+def _cover(columns: _Columns, data_bytes: int) -> str:
     """Return where tensors leave holes in the data, overlap or end outside; "" when nowhere."""
-    spans = sorted((t.begin, t.end, name) for name, t in tensors.items())
-    if not spans:
+    order = np.lexsort((columns.ends, columns.begins))
+    if not len(order):
         return "" if not data_bytes else f"{data_bytes:,} bytes of data belong to no tensor"
-    if spans[0][0] != 0:
-        return f"{spans[0][2]} is the first one, but begins at byte {spans[0][0]:,} of the data"
-    for (_, end, first), (begin, _, second) in pairwise(spans):
-        if begin != end:
-            kind = "overlap" if begin < end else "leave a hole"
-            return f"{first} and {second} {kind}: {end:,} and {begin:,}"
-    if spans[-1][1] != data_bytes:
-        return f"its tensors have {spans[-1][1]:,} bytes, its data {data_bytes:,}"
+    begins, ends = columns.begins[order], columns.ends[order]
+    if begins[0] != 0:
+        name = columns.names[order[0]]
+        return f"{name} is the first one, but begins at byte {begins[0]:,} of the data"
+    apart = np.flatnonzero(begins[1:] != ends[:-1])
+    if len(apart):
+        at = int(apart[0])
+        first, second = (columns.names[i] for i in order[at : at + 2])
+        kind = "overlap" if begins[at + 1] < ends[at] else "leave a hole"
+        return f"{first} and {second} {kind}: {ends[at]:,} and {begins[at + 1]:,}"
+    if ends[-1] != data_bytes:
+        return f"its tensors have {ends[-1]:,} bytes, its data {data_bytes:,}"
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Leaf = Literal["lora_A", "lora_B", "lora_B_bias", "dora", "embedding", "full"]
@@ -20,7 +21,8 @@ _LEAVES: dict[str, Leaf] = {
 
 #: How nearly all names end, each 14 characters long; then no leaf may come before that.
 _USUAL_ENDS = (".lora_A.weight", ".lora_B.weight")
-_OTHER_LEAVES = re.compile("lora_|trainable_tokens_delta")
+_ANY_LEAF = ("lora_", "trainable_tokens_delta")
+_OTHER_LEAVES = re.compile("|".join(_ANY_LEAF))
 
 
 class AdapterKey(NamedTuple):
@@ -36,6 +38,23 @@ class AdapterKey(NamedTuple):
 
     module: str
     leaf: Leaf
+
+
+def parse_keys(keys: Iterable[str]) -> dict[str, AdapterKey]:
+    """Take many names apart, see :func:`parse_key`; nearly all are of the usual form."""
+    names = list(keys)
+    ends = [name[-14:] for name in names]
+    usual = sum(map(ends.count, _USUAL_ENDS))
+    if usual != len(names) or sum(map("\n".join(names).count, _ANY_LEAF)) != usual:
+        return {name: parse_key(name) for name in names}
+    # Each name ends in its one leaf.
+    begins = [len(_PREFIXES[0]) * name.startswith(_PREFIXES[0]) for name in names]
+    found = {}
+    for name, end, begin in zip(names, ends, begins, strict=True):
+        if not begin and name.startswith(_PREFIXES[1]):
+            begin = len(_PREFIXES[1])
+        found[name] = AdapterKey(name[begin:-14], "lora_A" if end[6] == "A" else "lora_B")
+    return found
 
 
 def parse_key(key: str) -> AdapterKey:

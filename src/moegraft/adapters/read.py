@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from moegraft.adapters.config import AdapterConfig
 from moegraft.adapters.file_policy import DEFAULT_POLICY, FilePolicy
 from moegraft.adapters.finite import check_finite
 from moegraft.adapters.header import STORED_DTYPES, check_tensor_name, wrong_dtype
-from moegraft.adapters.keys import AdapterKey, parse_key
+from moegraft.adapters.keys import AdapterKey, parse_keys
 from moegraft.adapters.safe_open import as_one, check_inside, open_regular, path_text, readable
 from moegraft.adapters.strict_json import check_depth, parse_json
 from moegraft.adapters.tensor_file import reading
@@ -25,6 +26,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "adapter_model.ckpt")
 _DTYPES = frozenset(STORED_DTYPES.values())
+#: module -> leaf -> (key, tensor)
+Pairs = dict[str, dict[str, tuple[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,25 @@ class AdapterSource:
     config: AdapterConfig
     origin: str
     memory: torch.Tensor | None = None
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """All lora_A and lora_B by their modules, see :func:`paired`; shared, not to be changed."""
+        return paired(self.keys, self.tensors)
+
+
+def paired(keys: Mapping[str, AdapterKey], tensors: Mapping[str, torch.Tensor]) -> Pairs:
+    """Group lora_A/lora_B tensors by module; of two for one module and leaf the first counts."""
+    modules: Pairs = {}
+    for name, tensor in tensors.items():
+        module, leaf = keys[name]
+        if leaf == "lora_A" or leaf == "lora_B":
+            known = modules.get(module)
+            if known is None:
+                modules[module] = {leaf: (name, tensor)}
+            elif leaf not in known:
+                known[leaf] = (name, tensor)
+    return modules
 
 
 @gc_paused()
@@ -90,7 +112,7 @@ def read_adapter(
     weights, config_file = folder / weights.name, folder / CONFIG_FILE
     with as_one(folder, (weights, config_file)):
         with reading(weights, policy, pin_memory) as file:
-            keys = {key: parse_key(key) for key in file.tensors}
+            keys = parse_keys(file.tensors)
         config = _load_config(config_file, policy)
     name = str(path)
     origin = name if name.isprintable() else path_text(path)
@@ -136,7 +158,7 @@ def make_source(
         if tensor.dtype not in _DTYPES:
             raise wrong_dtype(origin, key, tensor.dtype)
     check_finite(tensors, origin, memory)
-    keys = {key: parse_key(key) for key in tensors}
+    keys = parse_keys(tensors)
     # A trainer's live parameters carry gradients; what is served must not.
     if any(tensor.requires_grad for tensor in tensors.values()):
         tensors = {key: tensor.detach() for key, tensor in tensors.items()}

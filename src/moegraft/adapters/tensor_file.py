@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import torch
 
 from moegraft.adapters.file_policy import FilePolicy
-from moegraft.adapters.header import Header, read_header
+from moegraft.adapters.header import Header, TensorKind, read_header
 from moegraft.adapters.safe_open import open_regular, path_text, readable
 from moegraft.errors import AdapterError
 from moegraft.host_copy import MAX_THREADS, usable_cores
 
 #: What one thread reads at a time.
 _CHUNK_BYTES = 64 << 20
+#: Tensors of each kind, on average, from which on they are viewed kind by kind.
+_MANY = 16
 
 
 class TensorFile(NamedTuple):
@@ -130,28 +133,66 @@ class _Reader:
 
 
 def _views(data: torch.Tensor, header: Header) -> dict[str, torch.Tensor]:
-    """Return all tensors: views, or copies where the bytes are not aligned to the dtype.
+    """Return all tensors: views, or copies where the bytes are not aligned to the dtype."""
+    kinds = list({id(kind): kind for kind in header.kinds}.values())
+    if not header.aligned or len(kinds) * _MANY > len(header.names):
+        each = zip(header.kinds, header.begins.tolist(), strict=True)
+        views: Sequence[torch.Tensor] = [_view(data, kind, begin) for kind, begin in each]
+    else:
+        views = _views_by_kind(data, header, kinds)
+    return dict(zip(header.names, views, strict=True))
 
-    One call per tensor; a large adapter has tens of thousands.
+
+def _view(data: torch.Tensor, kind: TensorKind, begin: int) -> torch.Tensor:
+    part = data[begin : begin + kind.num_bytes]
+    return (part.clone() if begin % kind.dtype.itemsize else part).view(kind.dtype).view(kind.shape)
+
+
+def _views_by_kind(
+    data: torch.Tensor, header: Header, kinds: Sequence[TensorKind]
+) -> list[torch.Tensor]:
+    """Return views of few kinds, all aligned: a large adapter has tens of thousands of tensors.
+
+    Those of single experts lie one expert behind the other. Gate and up are of one kind and take
+    turns, so every second one is equally far away: then torch makes all of them in one call.
     """
-    whole: dict[torch.dtype, torch.Tensor] = {}
-    strides: dict[tuple[int, ...], tuple[int, ...]] = {}
-    tensors = {}
-    for name, (dtype, shape, begin, end) in header.tensors.items():
+    number = {id(kind): i for i, kind in enumerate(kinds)}
+    of_tensor = np.array([number[id(kind)] for kind in header.kinds])
+    by_kind = np.split(np.argsort(of_tensor, kind="stable"), np.cumsum(np.bincount(of_tensor))[:-1])
+    views = [data] * len(of_tensor)
+    for (dtype, shape, _), numbers in zip(kinds, by_kind, strict=True):
         size = dtype.itemsize
-        if begin % size:
-            tensors[name] = data[begin:end].clone().view(dtype).view(shape)
-            continue
-        if dtype not in whole:
-            whole[dtype] = data[: len(data) // size * size].view(dtype)
-        if shape not in strides:
-            strides[shape] = torch.empty(shape, device="meta").stride()
-        tensors[name] = whole[dtype].as_strided(shape, strides[shape], begin // size)
-    return tensors
+        whole = data[: len(data) // size * size].view(dtype)
+        strides = torch.empty(shape, device="meta").stride()
+        for some in _at_equal_steps(numbers, header.begins):
+            places = (header.begins[some] // size).tolist()
+            if len(places) > 1 and places[1] > places[0]:
+                step = places[1] - places[0]
+                stacked = whole.as_strided((len(places), *shape), (step, *strides), places[0])
+                found: Sequence[torch.Tensor] = stacked.unbind(0)
+            else:
+                found = [whole.as_strided(shape, strides, place) for place in places]
+            for at, view in zip(some.tolist(), found, strict=True):
+                views[at] = view
+    return views
 
 
-def _runs(data: torch.Tensor, header: Header) -> Iterable[torch.Tensor]:
+def _at_equal_steps(numbers: Any, begins: Any) -> list[Any]:
+    """Cut tensors of a kind into one or two rows of those at equal distances, or leave them."""
+    for turns in (1, 2):
+        rows = [numbers[i::turns] for i in range(turns)]
+        steps = [np.diff(begins[row]) for row in rows]
+        if all(len(s) and s[0] > 0 and (s == s[0]).all() for s in steps):
+            return rows
+    return [numbers[i : i + 1] for i in range(len(numbers))]
+
+
+def _runs(data: torch.Tensor, header: Header) -> Iterator[torch.Tensor]:
     """View the data as it is, one run per dtype in turn; a run that is not aligned as a copy."""
+    kinds = {id(kind): kind for kind in header.kinds}.values()
+    if len({kind.dtype for kind in kinds}) == 1:
+        yield data.view(next(iter(kinds)).dtype)
+        return
     stored = sorted(header.tensors.values(), key=lambda t: (t.begin, t.end))
     for dtype, group in groupby(stored, key=lambda t: t.dtype):
         tensors = list(group)

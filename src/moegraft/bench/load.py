@@ -29,7 +29,7 @@ from moegraft.adapters import (
 )
 from moegraft.adapters.config import AdapterConfig
 from moegraft.adapters.file_policy import DEFAULT_POLICY
-from moegraft.adapters.keys import parse_key
+from moegraft.adapters.keys import parse_keys
 from moegraft.adapters.read import WEIGHTS_FILE
 from moegraft.adapters.tensor_file import reading
 from moegraft.bench import records
@@ -221,7 +221,7 @@ class LoadBench:
     def packed(self) -> PackedAdapter:
         """Load the large adapter without a look at its values, and without a checksum."""
         with reading(self.file, DEFAULT_POLICY, self.bank.pins) as file:
-            keys = {key: parse_key(key) for key in file.tensors}
+            keys = parse_keys(file.tensors)
         config = AdapterConfig.parse(self.options.case.config)
         source = AdapterSource(file.tensors, keys, config, "bench", file.memory)
         bound = self.bind(source)

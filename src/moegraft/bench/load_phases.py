@@ -13,7 +13,7 @@ from moegraft.adapters.config import AdapterConfig
 from moegraft.adapters.file_policy import DEFAULT_POLICY
 from moegraft.adapters.finite import check_finite
 from moegraft.adapters.header import read_header
-from moegraft.adapters.keys import parse_key
+from moegraft.adapters.keys import parse_keys
 from moegraft.adapters.tensor_file import TensorFile, reading
 from moegraft.bench import records
 from moegraft.bench.load import LoadBench
@@ -64,7 +64,7 @@ class _Load:
         del memory  # what follows gets the same again, if torch keeps page-locked memory
         file = self._step("read and name", self._read)
         self._step("finite", lambda: check_finite(file.tensors, "bench", file.runs))
-        keys = self._step("keys", lambda: {key: parse_key(key) for key in file.tensors})
+        keys = self._step("keys", lambda: parse_keys(file.tensors))
         config = AdapterConfig.parse(self._bench.options.case.config)
         source = AdapterSource(file.tensors, keys, config, "bench", file.memory)
         bound = self._step("bind", lambda: self._bench.bind(source))

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from moegraft.adapters.only import checked_parts
-from moegraft.adapters.read import AdapterSource
+from moegraft.adapters.read import AdapterSource, Pairs, paired
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import AdapterError, shown
 from moegraft.types import SiteFactors
@@ -116,19 +116,16 @@ class Layout(Protocol):
         ...
 
 
-def pair_up(
-    source: AdapterSource, pending: set[str]
-) -> dict[str, dict[str, tuple[str, torch.Tensor]]]:
+def pair_up(source: AdapterSource, pending: set[str]) -> Pairs:
     """Group pending lora_A/lora_B tensors by module: module -> leaf -> (key, tensor).
 
     A second tensor for the same module and leaf is left out, so it is refused in the end.
     """
-    modules: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
-    for name, tensor in source.tensors.items() if pending else ():
-        module, leaf = source.keys[name]
-        if leaf in ("lora_A", "lora_B") and name in pending:
-            modules.setdefault(module, {}).setdefault(leaf, (name, tensor))
-    return modules
+    if not pending:
+        return {}
+    if len(pending) == len(source.tensors):
+        return source.pairs
+    return paired(source.keys, {n: t for n, t in source.tensors.items() if n in pending})
 
 
 def missing_partner(parts: Collection[str]) -> str:

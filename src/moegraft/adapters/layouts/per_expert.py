@@ -9,6 +9,7 @@ differ and are padded with zeros.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,10 +28,29 @@ from moegraft.errors import count
 from moegraft.sites import Site
 from moegraft.types import LoraFactor, SiteFactors
 
-_PATH = re.compile(r"^(?P<experts>.*\bexperts)\.(?P<expert>\d{1,9})\.(?P<projection>\w+)$")
+_EXPERTS = re.compile(r".*\bexperts")
+_PROJECTION = re.compile(r"\w+")
+#: Of an expert's number.
+_MAX_DIGITS = 9
 
 #: (A, B, scale) of one expert's projection.
 _Entry = tuple[torch.Tensor, torch.Tensor, float]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A projection of one experts module, under one of its paths.
+
+    Attributes:
+        site, name: what it is of the model; "" for a projection that no model has.
+        entries: expert -> its factors, the same for all paths of the site.
+        fitting: shapes of A and B that were found right; there are tens of thousands.
+    """
+
+    site: Site
+    name: str
+    entries: dict[int, _Entry]
+    fitting: set[tuple[torch.Size, torch.Size]] = field(default_factory=set)
 
 
 class PerExpert:
@@ -45,31 +65,43 @@ class PerExpert:
         result = LayoutResult()
         found: dict[str, dict[str, dict[int, _Entry]]] = {}
         sites: dict[str, Site] = {}
-        site_of: dict[str, Site | None] = {}
+        places: dict[tuple[str, str], _Place | None] = {}
+        scales: dict[int, float] = {}
+        used: list[str] = []
         for module, parts in pair_up(source, pending).items():
-            match = _PATH.match(module)
-            if match is None:
+            head, _, word = module.rpartition(".")
+            path, _, number = head.rpartition(".")
+            where = path, word
+            if where not in places:
+                places[where] = _place(path, word, spec, found)
+            place = places[where]
+            if place is None or not number.isdecimal() or len(number) > _MAX_DIGITS:
                 continue
-            path = match["experts"]
-            if path not in site_of:
-                site_of[path] = spec.resolve_experts(path)
-            site = site_of[path]
-            if site is None:
-                continue
-            expert, name = int(match["expert"]), EXPERT_NAMES.get(match["projection"], "")
-            problem = _problem(site, expert, name, match["projection"], parts)
-            entries = found.setdefault(site.name, {}).setdefault(name, {})
+            site, expert, entries = place.site, int(number), place.entries
+            pair_a, pair_b = parts.get("lora_A"), parts.get("lora_B")
+            known = False
+            if pair_a is not None and pair_b is not None and expert < site.num_experts:
+                known = (pair_a[1].shape, pair_b[1].shape) in place.fitting
+            problem = "" if known else _problem(site, expert, place.name, word, parts)
             if not problem and expert in entries:
-                problem = f"a second {name} factor for expert {expert} of {site.name}"
+                problem = f"a second {place.name} factor for expert {expert} of {site.name}"
             if problem:
                 result.refuse([key for key, _ in parts.values()], problem)
                 continue
-            (key_a, lora_a), (key_b, lora_b) = parts["lora_A"], parts["lora_B"]
-            scale = source.config.scale_for(module, lora_a.shape[0])
+            assert pair_a is not None and pair_b is not None
+            (key_a, lora_a), (key_b, lora_b) = pair_a, pair_b
+            if not known:
+                place.fitting.add((lora_a.shape, lora_b.shape))
+            rank = lora_a.shape[0]
+            scale = scales.get(rank)
+            if scale is None:
+                scale = source.config.scale_for(module, rank)
+                if not source.config.varies:
+                    scales[rank] = scale
             entries[expert] = (lora_a, lora_b, scale)
             sites[site.name] = site
-            result.used.add(key_a)
-            result.used.add(key_b)
+            used += (key_a, key_b)
+        result.used.update(used)
         for site_name, site in sites.items():
             projections = {name: e for name, e in found[site_name].items() if e}
             result.factors[site_name] = _stack(site, projections, result)
@@ -81,6 +113,19 @@ class PerExpert:
         return result
 
 
+def _place(
+    path: str, word: str, spec: ModelSpec, found: dict[str, dict[str, dict[int, _Entry]]]
+) -> _Place | None:
+    """Return what ``PATH.<number>.WORD`` is of a model; None when it has no experts there."""
+    if not _EXPERTS.fullmatch(path) or not _PROJECTION.fullmatch(word):
+        return None
+    site = spec.resolve_experts(path)
+    if site is None:
+        return None
+    name = EXPERT_NAMES.get(word, "")
+    return _Place(site, name, found.setdefault(site.name, {}).setdefault(name, {}))
+
+
 def _problem(
     site: Site,
     expert: int,
@@ -89,11 +134,6 @@ def _problem(
     parts: dict[str, tuple[str, torch.Tensor]],
 ) -> str:
     """Return why one expert's factors can't be used; "" when they can."""
-    if len(parts) == 2 and expert < site.num_experts and name in site.sizes:
-        shape_a, shape_b = parts["lora_A"][1].shape, parts["lora_B"][1].shape
-        two_d = len(shape_a) == len(shape_b) == 2
-        if two_d and shape_a[0] == shape_b[1] > 0 and (shape_a[1], shape_b[0]) == site.sizes[name]:
-            return ""  # nearly always; there are tens of thousands
     if name not in {p.name for p in site.projections}:
         known = ", ".join(p.name for p in site.projections)
         return f"projection {projection!r} is not one of this model's ({known})"
