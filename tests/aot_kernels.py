@@ -181,20 +181,30 @@ def main(capability: int) -> None:
 
 def quantised(capability: int) -> None:
     """Compile the GEMMs over quantised weights, and what makes their activations."""
+    strides = {"scale_stride_e": 192, "scale_stride_n": 16, "scale_stride_k": 1}
+    rows = {"base_stride": 2048, "h_base_stride": 768, "STORE_ROWS": True}
     types = {"weight_ptr": "*fp8e4nv", "base_ptr": "*fp8e4nv", "base_scales_ptr": "*fp32"}
     types |= {"scales_ptr": "*fp32", "h_base_ptr": "*fp8e4nv", "h_base_scales_ptr": "*fp32"}
-    strides = {"base_stride": 2048, "scale_stride_e": 192, "scale_stride_n": 16}
-    strides |= {"scale_stride_k": 1, "h_base_stride": 768}
-    tile = {"FORMAT": "fp8-block", "SWAP": True, "BLOCK_N": 128, "BLOCK_K": 128}
-    for block_m in (16, 64):
-        options = {**types, **strides, **tile, "BLOCK_M": block_m, "STORE_ROWS": True}
+    forms: list[dict[str, Any]] = [{**types, **rows, "FORMAT": "fp8-block", "SWAP": True}]
+    types = {"weight_ptr": "*u8", "base_ptr": "*bf16", "scales_ptr": "*u8", "h_base_ptr": "*bf16"}
+    forms.append({**types, **rows, "FORMAT": "mxfp4"})
+    types |= {"globals_ptr": "*fp32", "global_stride": 2}  # type: ignore[dict-item]
+    forms.append({**types, **rows, "FORMAT": "nvfp4"})
+    types = {"weight_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
+    for name in ("fp8-block-w8a16", "fp8-channel", "fp8-tensor"):
+        forms.append({**types, "FORMAT": name})
+    for form in forms:
+        swap = form.get("SWAP", False)
+        options = {**form, **strides, "BLOCK_N": 128 if swap else 64, "BLOCK_K": 128}
         compile_kernel(gate_up_activation_kernel, capability, **options)
-        compile_kernel(gate_up_activation_kernel, capability, **options, EVEN_K=False, GATED=False)
-        compile_kernel(grouped_gemm_kernel, capability, **options, HAS_DELTA=False, AFTER_H=False)
+        odd = {"EVEN_K": False, "GATED": False, "BLOCK_M": 64 if swap else 32}
+        compile_kernel(grouped_gemm_kernel, capability, **options, **odd, HAS_DELTA=False)
     copy = {"source_ptr": "*bf16", "source_columns": 2048, "source_stride": 2048, "GROUPS": 16}
     copy |= {"base_ptr": "*fp8e4nv", "base_scales_ptr": "*fp32", "base_stride": 2048}
     compile_kernel(route_kernel, capability, **copy, base_programs=8)
     compile_kernel(base_rows_kernel, capability, **copy)
+    del copy["base_scales_ptr"]
+    compile_kernel(base_rows_kernel, capability, **{**copy, "base_ptr": "*bf16"})
     print("quantised: gate_up_activation, grouped_gemm, route, base_rows")
 
 

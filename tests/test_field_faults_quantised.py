@@ -140,9 +140,8 @@ def test_a_backend_is_chosen_or_refused_when_the_layer_is_built() -> None:
     weights = quantise_experts(random_weights(4, 32, 32), "nvfp4")
     plan = MoeLoraLayer(weights).plan(4, 2)
     assert plan.backend == "cpu" and "nvfp4" in plan.explain()
-    for backend in ("cpp", "triton"):
-        with pytest.raises(PlanError, match=f"{backend}: "):
-            MoeLoraLayer(weights, backend=backend)
+    with pytest.raises(PlanError, match="cpp: "):
+        MoeLoraLayer(weights, backend="cpp")
     on_gpu = replace(Problem.of(weights, 4, 2), device_type="cuda")
     with pytest.raises(PlanError, match=r"No backend can.*nvfp4.*cpu: .*triton: "):
         make_plan(on_gpu)

@@ -19,9 +19,13 @@ from moegraft.testing import (
     poisoned_empty,
 )
 from moegraft.types import WeightLayout
-from ops_cases import check_case, ops_case, routed, run_case, with_all_deltas
+from ops_cases import check_case, interpreted, ops_case, routed, run_case, with_all_deltas
 
 FORMATS = ["fp8-block", "fp8-block-w8a16", "nvfp4", "mxfp4"]
+#: The kernels run on CPU tensors in Triton's interpreter.
+each_backend = pytest.mark.parametrize(
+    "backend", ["cpu", pytest.param("triton", marks=interpreted)]
+)
 each_format = pytest.mark.parametrize("name", FORMATS)
 #: Sizes with partial blocks of 128, 32 and 16.
 SIZES: dict[str, Any] = {"hidden": 160, "intermediate": 144}
@@ -32,22 +36,26 @@ def case_of(name: str, **options: Any) -> LayerCase:
 
 
 @each_format
+@each_backend
 @pytest.mark.parametrize("order", ["gate_first", "up_first", "no_gate"])
-def test_rows_and_finalize_with_both_deltas_match_the_reference(name: str, order: Any) -> None:
+def test_rows_and_finalize_with_both_deltas_match_the_reference(
+    name: str, order: Any, backend: str
+) -> None:
     activation = ACTIVATIONS["relu2"] if order == "no_gate" else None
     case = case_of(name, layout=WeightLayout(order), activation=activation, scale=2.5)
     with poisoned_empty():
-        found = with_all_deltas(case, "cpu")
+        found = with_all_deltas(case, backend)
     assert_close(found, case.reference(), torch.float32)
-    base = routed(case, backend="cpu")
+    base = routed(case, backend=backend)
     assert_delta_close(found, base, case.reference(), case.reference(base=True))
 
 
 @each_format
-def test_the_activation_for_the_callers_lora_is_not_rounded(name: str) -> None:
+@each_backend
+def test_the_activation_for_the_callers_lora_is_not_rounded(name: str, backend: str) -> None:
     case = case_of(name, activation=ACTIVATIONS["clamped"])
     h = torch.full((7, 2, 144), torch.nan)
-    routed(case, activation_lora_input=h, backend="cpu")
+    routed(case, activation_lora_input=h, backend=backend)
     local = case.routing.topk_ids >= 0
     assert not h[~local].any() and bool(torch.isfinite(h).all())
     if name.startswith("fp8"):  # values of e4m3 have 3 bits behind the point: these have more
@@ -124,8 +132,8 @@ def test_what_does_not_fit_a_format_is_refused() -> None:
         ops.fp8_block_scale_routed_moe_lora(*_with_short_scales(), **weights)
     with pytest.raises(UnsupportedError, match="quantised, or shuffled bytes"):
         ops.routed_moe_lora(case.routing.topk_ids, case.x, w.gate_up, w.down, **weights)
-    with pytest.raises(PlanError, match="triton: "):
-        routed(case, backend="triton")
+    with pytest.raises(PlanError, match="cpp: "):
+        routed(case, backend="cpp")
 
 
 def _with_short_scales() -> tuple[torch.Tensor, ...]:

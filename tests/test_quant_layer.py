@@ -93,7 +93,16 @@ def test_gpu_backends_refuse_by_name_when_the_layer_is_built() -> None:
     problem = Problem.of(quantise_experts(random_weights(2, 32, 32), "nvfp4"), 4, 2)
     assert problem.dtype == "float32" and problem.weight_format == "nvfp4"
     pytest.importorskip("triton")
-    with pytest.raises(PlanError, match=r"triton: .*(runs on NVIDIA|'nvfp4' has no kernels)"):
+    with pytest.raises(PlanError, match=r"triton: .*(runs on NVIDIA|need a Blackwell GPU)"):
+        make_plan(replace(problem, weight_format="nvfp4-w4a4"), "triton")
+
+
+def test_gpu_backends_refuse_a_format_that_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    odd = replace(FORMATS["nvfp4"], name="fp4-24", block=(3, 24))
+    monkeypatch.setattr("moegraft.quant.formats.FORMATS", {**FORMATS, "fp4-24": odd})
+    problem = Problem.of(quantise_experts(random_weights(2, 32, 32), "fp4-24"), 4, 2)
+    with pytest.raises(PlanError, match=r"triton: .*(runs on NVIDIA|'fp4-24' has no kernels)"):
         make_plan(problem, "triton")
 
 

@@ -21,6 +21,7 @@ from moegraft.call import Mode
 from moegraft.layer import MoeLoraLayer
 from moegraft.problem import Problem
 from moegraft.quant.experts import expert_matrix, quantise_experts
+from moegraft.quant.formats import format_of
 from moegraft.sites import expert_site
 from moegraft.testing import (
     ACTIVATIONS,
@@ -67,7 +68,7 @@ def test_partial_blocks_and_biases(name: str) -> None:
 @pytest.mark.parametrize("layout", ["up_first", "no_gate", "interleaved"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_orders_of_gate_and_up(name: str, layout: str) -> None:
-    if layout == "interleaved" and name.startswith("fp8-block"):
+    if layout == "interleaved" and format_of(name).block[0] > 1:
         pytest.skip("blocks of 128 rows would mix gate and up")
     activation = {"no_gate": "relu2", "interleaved": "clamped"}.get(layout, "gelu_tanh")
     options = {"layout": LAYOUTS[layout], "activation": ACTIVATIONS[activation], "biases": True}
@@ -76,7 +77,16 @@ def test_orders_of_gate_and_up(name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_fp16(name: str) -> None:
-    gpu_case(name, 33, dtype=FP16).check(TWO_MODES)
+    gpu = gpu_case(name, 33, dtype=FP16)
+    if format_of(name).activation_group is None:
+        gpu.check(TWO_MODES)
+        return
+    # FP8 products sum in fewer bits than fp32, and one value of h that e4m3 rounds the other way
+    # is more than what half precision allows.
+    for mode in TWO_MODES:
+        found = gpu.run(mode)
+        assert found.dtype == FP16
+        assert_close(found.to(BF16), gpu.case.reference(), BF16)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -112,7 +122,7 @@ def test_the_plain_tiles_of_the_stages(name: str) -> None:
     layer = gpu.case.layer()
     normed = replace(gpu.case.weights, post_norm=torch.nn.functional.normalize)
     case = replace(gpu.case, weights=normed)
-    assert_close(case.run(case.layer()), case.reference(), BF16)
+    assert_close(case.run(case.layer()), case.reference(), BF16, case.unrounded())
     assert name in layer.plan(64, 2).explain()
 
 
@@ -121,7 +131,7 @@ def exact_weights(name: str, sizes: tuple[int, int, int]) -> ExpertWeights:
     weights = quantise_experts(random_weights(*sizes, dtype=BF16, device="cuda"), name)
     scales = weights.scales
     assert scales is not None
-    found = {}
+    found: dict[str, Any] = {}
     for field in ("gate_up", "down", "gate_up_global", "down_global"):
         scale = getattr(scales, field)
         if scale is not None and scale.dtype == torch.float32:
@@ -175,7 +185,7 @@ class Replays:
         self.layer = MoeLoraLayer(quantise_experts(weights, name), case.table(), mode=mode)
         self.sizes = (num_tokens, hidden, experts)
         self.x, self.ids, self.weights, self.slots = self.inputs(0)
-        self.run(self.slots)
+        self.run(replace(self.slots, live=(0, 1, 2)))
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):

@@ -24,7 +24,14 @@ from moegraft.quant.formats import UNQUANTIZED, why_no_format
 MAX_TOP_K = 64
 DTYPES = ("bfloat16", "float16", "float32")
 #: Weight formats with kernels, and the least compute capability that has their number types.
-FORMATS = {"fp8-block": 89}
+FORMATS = {
+    "fp8-block": 89,
+    "fp8-block-w8a16": 89,
+    "fp8-channel": 89,
+    "fp8-tensor": 89,
+    "nvfp4": 80,
+    "mxfp4": 80,
+}
 
 
 def supports(problem: Problem, mode: Mode | None = None) -> str | None:

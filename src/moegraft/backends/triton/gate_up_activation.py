@@ -191,7 +191,7 @@ def gate_up_activation_kernel(
     if STORE_ROWS:
         store_rows(
             h, h_base_ptr, h_base_stride, h_base_scales_ptr, pairs.to(tl.int64), row_mask,
-            first_column, intermediate, FORMAT, BLOCK_N,
+            first_column, intermediate, BLOCK_N,
         )  # fmt: skip
     signal(h_counter_ptr + block, 1, PDL)
     launch_end(PDL)

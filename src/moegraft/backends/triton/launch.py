@@ -160,7 +160,7 @@ def run_grouped_gemm(
         bias = bias.contiguous()
     size_k = weights.intermediate if down else weights.hidden
     if base is None:
-        base = make_base_rows(weights.weight_format, x.shape[0], x.shape[1], x.device)
+        base = make_base_rows(weights.weight_format, x.shape[0], x.shape[1], x.dtype, x.device)
         run_base_rows(x, base)
     parts = 1 if down or weights.scales is None else num_parts(weights.layout)
     size_n = w.shape[1] // parts

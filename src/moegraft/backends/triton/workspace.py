@@ -124,6 +124,9 @@ def make_workspace(
     def delta(columns: int) -> torch.Tensor:
         return torch.empty(num_pairs, columns, dtype=delta_dtype, device=device)
 
+    def base_rows(rows: int, columns: int) -> BaseRows | None:
+        return make_base_rows(weights.weight_format, rows, columns, weights.dtype, device)
+
     sides = 2 if weights.layout.gated else 1
     return Workspace(
         **vars(route),
@@ -133,8 +136,6 @@ def make_workspace(
         ),
         delta_gate_up=delta(sides * weights.intermediate) if lora else None,
         delta_down=delta(weights.hidden) if lora else None,
-        base_x=make_base_rows(
-            weights.weight_format, triton.cdiv(num_pairs, top_k), weights.hidden, device
-        ),
-        base_h=make_base_rows(weights.weight_format, num_pairs, weights.intermediate, device),
+        base_x=base_rows(triton.cdiv(num_pairs, top_k), weights.hidden),
+        base_h=base_rows(num_pairs, weights.intermediate),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from moegraft.backends.triton.weights.rows import BaseRows
 from moegraft.quant.checks import num_parts
 from moegraft.quant.formats import UNQUANTIZED, format_of
@@ -68,7 +70,8 @@ def _arguments(
         "base_ptr": None if base is None else base.values,
         "base_stride": None if base is None else base.values.stride(0),
         "base_scales_ptr": None if base is None else base.scales,
-        "scales_ptr": grid,
+        # Some GPUs do not know e4m3, but any can read its bits.
+        "scales_ptr": grid.view(torch.uint8) if grid.dtype == torch.float8_e4m3fn else grid,
         "scale_stride_e": grid.stride(0),
         "scale_stride_n": grid.stride(1),
         "scale_stride_k": grid.stride(2),

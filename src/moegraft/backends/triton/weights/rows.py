@@ -1,8 +1,8 @@
 """Activations as a base product reads them, beside those that LoRA reads.
 
 For W8A8 weights they are e4m3 with one fp32 scale per row and 128 columns, exactly as
-:func:`moegraft.quant.activations.rounded_activations` has them. x gets its copy in route's launch,
-h where it is made.
+:func:`moegraft.quant.activations.rounded_activations` has them. For 4-bit weights they are as they
+are, but the even columns come first. x gets its copy in route's launch, h where it is made.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from moegraft.quant.formats import UNQUANTIZED, format_of
 
 #: Columns of one group, and of a program up to how many groups.
 GROUP, MAX_GROUPS = 128, 16
-#: Copies of rows start at multiples of so many bytes.
-ROW_BYTES = 16
+#: Rows, and halves of them, start at multiples of so many columns.
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,30 @@ class BaseRows:
     """A copy of activations ``[rows, columns]``, made for the base product.
 
     Attributes:
-        values: e4m3 ``[rows, columns]``, rows at multiples of 16 bytes.
-        scales: fp32 ``[rows, ceil(columns / 128)]``.
+        values: e4m3 ``[rows, columns or more]``; or ``[rows, 2 halves]`` in the activations' dtype,
+            the even columns at the start of the first half, the odd ones at that of the second.
+        scales: fp32 ``[rows, ceil(columns / 128)]`` of e4m3 values; None = halves.
     """
 
     values: torch.Tensor
-    scales: torch.Tensor
+    scales: torch.Tensor | None
 
 
 def make_base_rows(
-    weight_format: str, rows: int, columns: int, device: torch.device
+    weight_format: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device
 ) -> BaseRows | None:
     """Allocate the copy that a format's base product reads; None where it reads x or h itself."""
-    if weight_format == UNQUANTIZED or format_of(weight_format).activation_group is None:
+    if weight_format == UNQUANTIZED:
         return None
-    width = triton.cdiv(columns, ROW_BYTES) * ROW_BYTES
-    values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.empty(rows, triton.cdiv(columns, GROUP), dtype=torch.float32, device=device)
-    return BaseRows(values[:, :columns], scales)
+    found = format_of(weight_format)
+    width = triton.cdiv(columns, ALIGNMENT) * ALIGNMENT
+    if found.activation_group is not None:
+        values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device)
+        groups = triton.cdiv(columns, GROUP)
+        return BaseRows(values, torch.empty(rows, groups, dtype=torch.float32, device=device))
+    if found.element.per_item == 2:
+        return BaseRows(torch.empty(rows, width, dtype=dtype, device=device), None)
+    return None
 
 
 def copy_arguments(
@@ -55,7 +61,7 @@ def copy_arguments(
         names = ("source_ptr", "base_ptr", "base_scales_ptr", "source_columns", "source_stride")
         return {**dict.fromkeys((*names, "base_stride")), "GROUPS": 0}, 0
     num_rows, columns = source.shape
-    groups = min(triton.next_power_of_2(rows.scales.shape[1]), MAX_GROUPS)
+    groups = min(triton.next_power_of_2(triton.cdiv(columns, GROUP)), MAX_GROUPS)
     return {
         "source_ptr": source,
         "base_ptr": rows.values,
@@ -83,6 +89,12 @@ def rounded(values):
 
 
 @triton.jit
+def halved(columns, base_stride):
+    """Return where columns are in a row of which the even ones come first."""
+    return columns // 2 + columns % 2 * (base_stride // 2)
+
+
+@triton.jit
 def write_rows(
     program, source_ptr, base_ptr, base_scales_ptr, source_columns, source_stride, base_stride,
     GROUPS: tl.constexpr,
@@ -94,10 +106,13 @@ def write_rows(
     columns = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     mask = columns < source_columns
     values = tl.load(source_ptr + row * source_stride + columns, mask=mask, other=0.0)
-    values, scales = rounded(values.to(tl.float32))
-    groups = tl.cdiv(source_columns, 128)
-    tl.store(base_ptr + row * base_stride + columns, values, mask=mask)
-    tl.store(base_scales_ptr + row * groups + group, scales, mask=group < groups)
+    if base_scales_ptr is None:
+        tl.store(base_ptr + row * base_stride + halved(columns, base_stride), values, mask=mask)
+    else:
+        values, scales = rounded(values.to(tl.float32))
+        groups = tl.cdiv(source_columns, 128)
+        tl.store(base_ptr + row * base_stride + columns, values, mask=mask)
+        tl.store(base_scales_ptr + row * groups + group, scales, mask=group < groups)
 
 
 @triton.jit
@@ -115,16 +130,18 @@ def base_rows_kernel(
 @triton.jit
 def store_rows(
     values, base_ptr, base_stride, base_scales_ptr, rows, row_mask, first_column, size_k,
-    FORMAT: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Store a tile ``[BLOCK_M, BLOCK_N]`` of h, rounded to its dtype, for the next product."""
-    tl.static_assert(BLOCK_N == 128, "a tile is one group of columns")
     columns = first_column + tl.arange(0, BLOCK_N)
     mask = row_mask[:, None] & (columns < size_k)[None, :]
-    values, scales = rounded(tl.where(mask, values.to(tl.float32), 0.0))
-    ptrs = base_ptr + rows[:, None] * base_stride + columns[None, :]
-    tl.store(ptrs, values, mask=mask, eviction_policy="evict_last")
-    tl.store(
-        base_scales_ptr + rows * tl.cdiv(size_k, 128) + first_column // 128, scales, mask=row_mask,
-        eviction_policy="evict_last",
-    )  # fmt: skip
+    ptrs = base_ptr + rows[:, None] * base_stride
+    if base_scales_ptr is None:
+        ptrs += halved(columns, base_stride)[None, :]
+        tl.store(ptrs, values, mask=mask, eviction_policy="evict_last")
+    else:
+        tl.static_assert(BLOCK_N == 128, "a tile is one group of columns")
+        values, scales = rounded(tl.where(mask, values.to(tl.float32), 0.0))
+        tl.store(ptrs + columns[None, :], values, mask=mask, eviction_policy="evict_last")
+        scale_ptrs = base_scales_ptr + rows * tl.cdiv(size_k, 128) + first_column // 128
+        tl.store(scale_ptrs, scales, mask=row_mask, eviction_policy="evict_last")

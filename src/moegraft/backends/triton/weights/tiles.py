@@ -8,7 +8,7 @@ from itertools import product
 
 from moegraft.backends.triton.config import FusedConfig, GemmConfig
 from moegraft.problem import Problem
-from moegraft.quant.formats import WeightFormat, format_of
+from moegraft.quant.formats import format_of
 
 #: Mean rows per expert up to which a block has 16, or 32 rows; 64 above.
 _ROWS_16, _ROWS_32 = 12, 28
@@ -22,28 +22,50 @@ def quantised_config(problem: Problem) -> FusedConfig:
     delta = GemmConfig(128, 128, 2 if problem.max_rank <= 16 else 4, 6)
     if problem.dtype == "float32":
         delta = GemmConfig(64, 64, 4, 2)
-    gate_up, down = GemmConfig(128, 128, 4, 3, True), GemmConfig(128, 128, 4, 4, True)
+    rules = _fp8_block if _is_w8a8(problem) else _widened
     if problem.num_pairs <= _FEW_PAIRS:
         one = problem.num_pairs <= _ONE_TOKEN
-        gate_up, down = replace(gate_up, num_stages=4), replace(down, block_n=64 if one else 128)
+        gate_up, down = rules(1 if one else 2)
         few = FusedConfig(16, gate_up, down, replace(delta, num_warps=4), merged=True)
         return replace(few, gate_up_splits=1 if one else 2, down_splits=4)
-    if rows <= _ROWS_16:
-        return FusedConfig(16, gate_up, down, delta)
-    if rows <= _ROWS_32:
-        return FusedConfig(32, gate_up, down, delta)
-    gate_up, down = (replace(tile, num_warps=8) for tile in (gate_up, down))
-    return FusedConfig(64, gate_up, down, delta)
+    block_m = 16 if rows <= _ROWS_16 else 32 if rows <= _ROWS_32 else 64
+    gate_up, down = rules(block_m)
+    return FusedConfig(block_m, gate_up, down, delta)
+
+
+def _fp8_block(block_m: int) -> tuple[GemmConfig, GemmConfig]:
+    """Tiles of gate_up and down; ``block_m`` 1 = one token, 2 = a few."""
+    gate_up, down = GemmConfig(128, 128, 4, 3, True), GemmConfig(128, 128, 4, 4, True)
+    if block_m <= 2:
+        return replace(gate_up, num_stages=4), replace(down, block_n=64 if block_m == 1 else 128)
+    warps = 8 if block_m == 64 else 4
+    return replace(gate_up, num_warps=warps), replace(down, num_warps=warps)
+
+
+def _widened(block_m: int) -> tuple[GemmConfig, GemmConfig]:
+    """As :func:`_fp8_block`: wide enough that all warps share the loads of x."""
+    if block_m == 1:
+        return GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4)
+    if block_m <= 16:
+        return GemmConfig(64, 128, 4, 4), GemmConfig(128, 128, 4, 4)
+    warps = 8 if block_m == 64 else 4
+    return GemmConfig(64, 128, warps, 4), GemmConfig(128, 128, warps, 4)
 
 
 def quantised_candidates(problem: Problem) -> Iterator[FusedConfig]:
     """Yield tiles that are worth a try; not all of them need fit."""
     start = quantised_config(problem)
-    for block_m, warps, stages, columns, more in product(
-        (16, 32, 64), (4, 8), (3, 4, 5), (64, 128), (3, 4, 5)
-    ):
-        gate_up = GemmConfig(128, 128, warps, stages, True)
-        down = GemmConfig(columns, 128, 4, more, True)
+    if _is_w8a8(problem):
+        gate_ups = [GemmConfig(128, 128, w, s, True) for w in (4, 8) for s in (2, 3, 4, 5)]
+        downs = [GemmConfig(n, 128, 4, s, True) for n in (64, 128) for s in (3, 4, 5)]
+    else:
+        gate_ups = [
+            GemmConfig(n, k, w, s)
+            for n, k, w, s in product((32, 64, 128), (128, 256), (4, 8), (3, 4, 5))
+            if n * k <= 128 * 128
+        ]
+        downs = gate_ups
+    for block_m, gate_up, down in product((16, 32, 64), gate_ups, downs):
         yield replace(start, block_m=block_m, gate_up=gate_up, down=down)
 
 
@@ -67,18 +89,27 @@ def smaller(config: FusedConfig) -> FusedConfig:
 
 def tiles_ok(config: FusedConfig, problem: Problem) -> bool:
     """True when the tiles are those of the format: whole groups of scales, and the right side."""
-    found = format_of(problem.weight_format)
     tiles = (config.gate_up, config.down)
-    if found.activation_group is not None:
-        group = found.activation_group
+    if _is_w8a8(problem):
+        group = format_of(problem.weight_format).activation_group or 0
         steps = all(tile.block_k == group and tile.swap for tile in tiles)
         return steps and config.gate_up.block_n == group and group % config.down.block_n == 0
-    return True
+    one_block = not _is_blocks(problem) or all(
+        128 % tile.block_n == 0 and 128 % tile.block_k == 0 for tile in tiles
+    )
+    return one_block and not any(tile.swap for tile in tiles)
 
 
 def stage_bytes(config: FusedConfig, tile: GemmConfig, sides: int, problem: Problem) -> int:
-    """Return the bytes of one stage of a product's K loop."""
-    found: WeightFormat = format_of(problem.weight_format)
-    itemsize = 4 if problem.dtype == "float32" else 2
-    rows = config.block_m * (1 if found.activation_group is not None else itemsize)
-    return (rows + sides * tile.block_n * found.bits // 8) * tile.block_k
+    """Return the bytes of one stage of a product's K loop, without scales."""
+    itemsize = 1 if _is_w8a8(problem) else 4 if problem.dtype == "float32" else 2
+    bits = format_of(problem.weight_format).bits
+    return (config.block_m * itemsize + sides * tile.block_n * bits // 8) * tile.block_k
+
+
+def _is_blocks(problem: Problem) -> bool:
+    return format_of(problem.weight_format).block == (128, 128)
+
+
+def _is_w8a8(problem: Problem) -> bool:
+    return format_of(problem.weight_format).activation_group is not None
