@@ -118,13 +118,15 @@ class GpuCase:
         """Compare every mode with the reference, with itself and with the mode of equal bits."""
         case, dtype = self.case, self.case.x.dtype
         ref, ref_base = case.reference(), case.reference(base=True)
+        unrounded, unrounded_base = case.unrounded(), case.unrounded(base=True)
         plain = torch.tensor([s < 0 or case.adapters[s] is None for s in case.token_slots]).bool()
         found: dict[Mode, torch.Tensor] = {}
         for mode in modes:
             with_lora, base = self.run(mode), self.run(mode, base=True)
-            assert_close(base, ref_base, dtype)
-            assert_close(with_lora, ref, dtype)
-            assert_delta_close(with_lora, base, ref, ref_base)
+            assert_close(base, ref_base, dtype, unrounded_base)
+            assert_close(with_lora, ref, dtype, unrounded)
+            w8a8 = unrounded is not None
+            assert_delta_close(with_lora, base, ref, ref_base, w8a8)
             assert_bit_equal(with_lora[plain], base[plain], f"{mode}: rows without an adapter")
             assert_bit_equal(self.run(mode), with_lora, f"{mode}: two runs")
             found[mode] = with_lora

@@ -17,9 +17,11 @@ from moegraft.backends.triton import FORMATS
 from moegraft.backends.triton.device import device_facts
 from moegraft.backends.triton.stages import TritonStages
 from moegraft.backends.triton.tiles import choose_config
+from moegraft.backends.triton.weights.rows import make_base_rows, run_base_rows
 from moegraft.call import Mode
 from moegraft.layer import MoeLoraLayer
 from moegraft.problem import Problem
+from moegraft.quant.activations import rounded_activations
 from moegraft.quant.experts import expert_matrix, quantise_experts
 from moegraft.quant.formats import format_of
 from moegraft.sites import expert_site
@@ -124,6 +126,21 @@ def test_the_plain_tiles_of_the_stages(name: str) -> None:
     case = replace(gpu.case, weights=normed)
     assert_close(case.run(case.layer()), case.reference(), BF16, case.unrounded())
     assert name in layer.plan(64, 2).explain()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_activations_are_rounded_alike_by_the_kernel_and_by_torch_on_both(
+    dtype: torch.dtype,
+) -> None:
+    x = random_activations(64, 1000, dtype, 5)
+    wanted = rounded_activations(x.float(), format_of("fp8-block"))
+    on_gpu = rounded_activations(x.cuda().float(), format_of("fp8-block"))
+    assert_bit_equal(on_gpu, wanted, "torch on the GPU")
+    rows = make_base_rows("fp8-block", 64, 1000, dtype, torch.device("cuda"))
+    assert rows is not None and rows.scales is not None
+    run_base_rows(x.cuda(), rows)
+    seen = rows.values[:, :1000].float() * rows.scales.repeat_interleave(128, 1)[:, :1000]
+    assert_bit_equal(seen, wanted, "the kernel")
 
 
 def exact_weights(name: str, sizes: tuple[int, int, int]) -> ExpertWeights:

@@ -7,6 +7,7 @@ expert in fp32, so that a wrong tile anywhere in the batch shows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from moegraft.bench.cases import DecodeCase
 from moegraft.bench.layer_runs import Expected
 from moegraft.quant.activations import rounded_activations
 from moegraft.quant.experts import Side, expert_matrix, weight_format_of
-from moegraft.testing.compare import ROW_FACTOR, TOLERANCES
+from moegraft.testing.compare import ROW_FACTOR, tolerance_of
+from moegraft.testing.unrounded import unrounded_weights
 from moegraft.types import ExpertWeights, SiteFactors
 
 
@@ -26,18 +28,23 @@ class EveryRow(Expected):
     def __init__(self, case: DecodeCase) -> None:
         super().__init__(case)
         self._all_base, self._all_lora = layer_by_expert(case)
+        weights = unrounded_weights(case.weights)
+        self._all_unrounded: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if weights is not None:
+            self._all_unrounded = layer_by_expert(replace(case, weights=weights))
 
     def check_base(self, base: torch.Tensor) -> dict[str, Any]:
         """Compare the base alone; AssertionError when it is wrong."""
         found = super().check_base(base)
-        error = rows_error(base, self._all_base, TOLERANCES[base.dtype].output, "all rows, base")
+        error = _output_error(base, self._all_base, self._all_unrounded[0], "all rows, base")
         return {**found, "all_rows": base.shape[0], "all_output_error": error}
 
     def check(self, lora: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
         """Compare output, base and the delta alone; AssertionError when one is wrong."""
         found = super().check(lora, base)
-        allowed = TOLERANCES[lora.dtype]
-        output = rows_error(lora, self._all_lora, allowed.output, "all rows, output")
+        unrounded = self._all_unrounded[1]
+        output = _output_error(lora, self._all_lora, unrounded, "all rows, output")
+        allowed = tolerance_of(lora.dtype, None if unrounded is None else 0.0)
         expected = self._all_lora - self._all_base
         delta = rows_error(lora.float() - base.float(), expected, allowed.delta, "all rows, delta")
         return {
@@ -46,6 +53,19 @@ class EveryRow(Expected):
             "all_output_error": output,
             "all_delta_error": delta,
         }
+
+
+def _output_error(
+    actual: torch.Tensor, expected: torch.Tensor, unrounded: torch.Tensor | None, what: str
+) -> float:
+    """As :func:`rows_error` with the tolerance of an output, as ``assert_close`` has it."""
+    if unrounded is None:
+        return rows_error(actual, expected, tolerance_of(actual.dtype).output, what)
+    own_error = rows_error(expected, unrounded, float("inf"), f"{what}, the references")
+    allowed = tolerance_of(actual.dtype, own_error, actual.shape[0])
+    assert allowed.unrounded is not None
+    rows_error(actual, unrounded, allowed.unrounded, f"{what}, against activations as they are")
+    return rows_error(actual, expected, allowed.output, what)
 
 
 def rows_error(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str) -> float:

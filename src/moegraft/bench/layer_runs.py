@@ -22,7 +22,8 @@ from moegraft.testing.compare import (
     relative_error,
 )
 from moegraft.testing.poison import poisoned_empty
-from moegraft.types import TokenSlots
+from moegraft.testing.unrounded import unrounded_weights
+from moegraft.types import ExpertWeights, TokenSlots
 
 LayerFunction = Callable[[Inputs, TokenSlots | None], torch.Tensor]
 #: Rows of a batch that are compared with the reference, which takes them one by one.
@@ -117,32 +118,44 @@ class Expected:
         self.rows = torch.linspace(0, tokens - 1, min(tokens, _CHECKED_ROWS)).round().long()
         rows = self.rows.to(case.slots.device)
         s = case.sets[0]
-        inputs = (s.x[rows], s.topk_ids[rows], s.topk_weights[rows], case.weights)
+        inputs = (s.x[rows], s.topk_ids[rows], s.topk_weights[rows])
         factors = [
             case.table.factors(slot) if slot in case.live else None
             for slot in range(case.table.num_slots)
         ]
         self.device_rows = rows
-        self.base = moe_lora_reference(*inputs).cpu()
-        self.lora = self.base
-        if case.live:
-            self.lora = moe_lora_reference(*inputs, factors, case.slots[rows].tolist()).cpu()
+        slots = case.slots[rows].tolist()
+
+        def both(weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
+            base = moe_lora_reference(*inputs, weights).cpu()
+            if not case.live:
+                return base, base
+            return base, moe_lora_reference(*inputs, weights, factors, slots).cpu()
+
+        self.base, self.lora = both(case.weights)
+        unrounded = unrounded_weights(case.weights)
+        self._unrounded = (None, None) if unrounded is None else both(unrounded)
 
     def check_base(self, base: torch.Tensor) -> dict[str, Any]:
         """Compare the base alone; AssertionError when it is wrong."""
         plain = base[self.device_rows].cpu()
-        assert_close(plain, self.base, plain.dtype)
-        return {"rows": len(self.rows), "output_error": relative_error(plain, self.base)}
+        unrounded = self._unrounded[0]
+        assert_close(plain, self.base, plain.dtype, unrounded)
+        found = {"rows": len(self.rows), "output_error": relative_error(plain, self.base)}
+        if unrounded is not None:
+            found["format_error"] = relative_error(self.base, unrounded)
+        return found
 
     def check(self, lora: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
         """Compare output, base and the delta alone; AssertionError when one is wrong."""
         ours, plain = (t[self.device_rows].cpu() for t in (lora, base))
-        self.check_base(base)
-        assert_close(ours, self.lora, ours.dtype)
-        assert_delta_close(ours, plain, self.lora, self.base)
+        found = self.check_base(base)
+        unrounded = self._unrounded[1]
+        assert_close(ours, self.lora, ours.dtype, unrounded)
+        assert_delta_close(ours, plain, self.lora, self.base, unrounded is not None)
         delta = ours.double() - plain.double()
         return {
-            "rows": len(self.rows),
+            **found,
             "output_error": relative_error(ours, self.lora),
             "delta_error": relative_error(delta, self.lora.double() - self.base.double()),
         }

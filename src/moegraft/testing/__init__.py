@@ -17,6 +17,7 @@ from moegraft.testing.compare import (
     assert_close,
     assert_delta_close,
     relative_error,
+    tolerance_of,
 )
 from moegraft.testing.generate import (
     FACTOR_KINDS,
@@ -28,6 +29,7 @@ from moegraft.testing.generate import (
     random_weights,
 )
 from moegraft.testing.poison import poisoned_empty
+from moegraft.testing.unrounded import unrounded_weights
 from moegraft.testing.variants import ACTIVATIONS, LAYOUTS
 
 __all__ = [
@@ -55,4 +57,6 @@ __all__ = [
     "random_weights",
     "relative_error",
     "table_on",
+    "tolerance_of",
+    "unrounded_weights",
 ]
