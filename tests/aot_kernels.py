@@ -6,13 +6,14 @@ import sys
 from itertools import product
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moegraft.backends.triton.block_sums import block_sums_kernel
 from moegraft.backends.triton.combine import add_down_delta_kernel, combine_kernel
-from moegraft.backends.triton.copy_factors import copy_factors_kernel
+from moegraft.backends.triton.copy_factors import CopyKind, copy_factors_kernel, launch_options
 from moegraft.backends.triton.expert_choice import choose_kernel
 from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
@@ -71,8 +72,8 @@ CONSTANTS: dict[str, Any] = {
     "BLOCK_G": 128, "BY_TOKEN": True, "IN_PLACE": True, "LOCAL_ONLY": True, "HAS_DELTA": True,
     "BY_PAIR": False, "BLOCK": 256, "EARLY": True, "STEPS": 1, "SHARES": 4, "PROJECTIONS": 3,
     "BY_ROW": False, "BINS": 256, "CHUNK": 1024, "HAS_ORDER": True, "BLOCK_C": 64,
-    "FORMAT": "unquantized", "OUT_PARTS": 1, "GATE_SCALES": 0, "UP_SCALES": 6, "GATE_GLOBAL": 0,
-    "UP_GLOBAL": 1, "STORE_H": True, "STORE_ROWS": False, "GROUPS": 0,
+    "FORMAT": "unquantized", "WORD_UNIT": 4, "OUT_PARTS": 1, "GATE_SCALES": 0, "UP_SCALES": 6,
+    "GATE_GLOBAL": 0, "UP_GLOBAL": 1, "STORE_H": True, "STORE_ROWS": False, "GROUPS": 0,
     # Only there with quantised weights.
     **dict.fromkeys(("base_ptr", "base_scales_ptr", "scales_ptr", "globals_ptr", "h_base_ptr")),
     **dict.fromkeys(("base_stride", "scale_stride_e", "scale_stride_n", "scale_stride_k")),
@@ -121,19 +122,12 @@ def main(capability: int) -> None:
     compile_kernel(grouped_gemm_kernel, capability, HAS_DELTA=False, UNITS=True, SPLITS=4)
     compile_kernel(grouped_gemm_kernel, capability, HAS_DELTA=False, AFTER_H=False)
     print("grouped_gemm")
-    for dtype, exponent in (("*i16", 0x7F80), ("*i32", 0x7F800000), ("*fp32", 0)):
-        target = "*bf16" if exponent == 0 else dtype
-        for unit in (1, 8):
-            compile_kernel(
-                copy_factors_kernel, capability, base_ptr=dtype, target_ptr=target,
-                EXPONENT=exponent, UNIT=unit, TARGET_UNIT=8, WORDS=10, BLOCK_F=16, BLOCK_W=256,
-                places_ptr="*i64", jobs_ptr="*i64",
-            )  # fmt: skip
+    copies(capability)
     compile_kernel(
         block_sums_kernel, capability, words_ptr="*i64", weights_ptr="*i64", blocks_ptr="*i64",
         sums_ptr="*i64", BLOCK=32768, STEP=1024,
     )  # fmt: skip
-    print("copy_factors, block_sums")
+    print("block_sums")
     compile_kernel(gate_up_activation_kernel, capability, DELTA="all", delta_ptr="*bf16")
     for dense in (True, False):
         compile_kernel(route_kernel, capability, DENSE=dense)
@@ -179,6 +173,25 @@ def main(capability: int) -> None:
     prefill(capability)
 
 
+def copies(capability: int) -> None:
+    """Compile the copies of updates; aligned ones read and write 16 bytes at once."""
+    types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    forms = ((False, 1), (False, 9), (True, 4), (True, 8), (True, 16), (True, 64))
+    for given, target, (columns, rows) in product(dtypes, dtypes, forms):
+        for unit in (1, min(rows, 16 // given.itemsize) if columns else 16 // given.itemsize):
+            options = launch_options(CopyKind.of(given, columns, unit, rows), unit, target)
+            integer = "*i16" if target.itemsize == 2 else "*i32"
+            ptx = compile_kernel(
+                copy_factors_kernel, capability, addresses_ptr="*i64", tiles_ptr="*i64",
+                target_ptr=integer if given == target else types[target], **options,
+            )["ptx"]  # fmt: skip
+            assert "st.global.v4" in ptx, f"narrow stores: {options}"
+            if unit * given.itemsize == 16:
+                assert "ld.global.v4" in ptx, f"narrow loads: {options}"
+    print("copy_factors")
+
+
 def quantised(capability: int) -> None:
     """Compile the GEMMs over quantised weights, and what makes their activations."""
     strides = {"scale_stride_e": 192, "scale_stride_n": 16, "scale_stride_k": 1}
@@ -186,10 +199,11 @@ def quantised(capability: int) -> None:
     types = {"weight_ptr": "*fp8e4nv", "base_ptr": "*fp8e4nv", "base_scales_ptr": "*fp32"}
     types |= {"scales_ptr": "*fp32", "h_base_ptr": "*fp8e4nv", "h_base_scales_ptr": "*fp32"}
     forms: list[dict[str, Any]] = [{**types, **rows, "FORMAT": "fp8-block", "SWAP": True}]
-    types = {"weight_ptr": "*u8", "base_ptr": "*bf16", "scales_ptr": "*u8", "h_base_ptr": "*bf16"}
-    forms.append({**types, **rows, "FORMAT": "mxfp4"})
+    types = {"weight_ptr": "*i32", "base_ptr": "*bf16", "scales_ptr": "*u8"}
+    types |= {"h_base_ptr": "*bf16"}
+    forms.append({**types, **rows, "FORMAT": "mxfp4", "SWAP": True})
     types |= {"globals_ptr": "*fp32", "global_stride": 2}  # type: ignore[dict-item]
-    forms.append({**types, **rows, "FORMAT": "nvfp4"})
+    forms.append({**types, **rows, "FORMAT": "nvfp4", "SWAP": True})
     types = {"weight_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
     for name in ("fp8-block-w8a16", "fp8-channel", "fp8-tensor"):
         forms.append({**types, "FORMAT": name})

@@ -20,6 +20,8 @@ from moegraft.backends.triton.stages import TritonStages
 from moegraft.backends.triton.tiles import candidates, choose_config, config_ok
 from moegraft.backends.triton.weights.rows import make_base_rows, run_base_rows
 from moegraft.call import Mode
+from moegraft.errors import PlanError
+from moegraft.layer import MoeLoraLayer
 from moegraft.problem import Problem
 from moegraft.quant.activations import rounded_activations
 from moegraft.quant.experts import expert_matrix, quantise_experts
@@ -179,15 +181,16 @@ def test_x_of_any_stride_is_rounded_row_by_row() -> None:
     assert torch.equal(seen, rounded_activations(x, format_of("fp8-block")))
 
 
-@pytest.mark.parametrize("columns", [64, 144, 4100])
-def test_even_columns_come_first_for_4_bit_weights(columns: int) -> None:
+@pytest.mark.parametrize("columns", [64, 144, 4104])
+def test_columns_change_places_for_4_bit_weights_and_end_with_zeros(columns: int) -> None:
     x = torch.randn(3, columns)
     rows = make_base_rows("mxfp4", 3, columns, torch.float32, x.device)
     assert rows is not None and rows.scales is None
+    rows.values.fill_(torch.nan)
     run_base_rows(x, rows)
-    half = rows.values.shape[1] // 2
-    assert torch.equal(rows.values[:, : columns // 2], x[:, 0::2])
-    assert torch.equal(rows.values[:, half : half + columns // 2], x[:, 1::2])
+    found = rows.values.unflatten(1, (-1, 2, 2, 4, 2))  # 16 of 32, 8 of 16, word, half of a word
+    padded = torch.nn.functional.pad(x, (0, -columns % 32)).unflatten(1, (-1, 4, 2, 2, 2))
+    assert torch.equal(found, padded.permute(0, 1, 4, 5, 2, 3))
 
 
 @pytest.mark.parametrize("problem", [1, 4, 16, 64, 256, 512, 8192])
@@ -202,3 +205,9 @@ def test_every_size_has_tiles_that_fit(name: str, shared_memory: int, problem: i
         found = list(islice(candidates(of, facts), 50))
         assert found[0] == config and len(set(found)) == len(found) > 1
         assert all(config_ok(other, of, facts) for other in found)
+
+
+def test_rows_of_4_bits_that_are_no_whole_words_are_refused_by_their_sizes() -> None:
+    weights = quantise_experts(random_weights(2, 36, 32), "nvfp4")
+    with pytest.raises(PlanError, match=r"H and I are \(36, 32\).*multiples of 8"):
+        MoeLoraLayer(weights, backend="triton")

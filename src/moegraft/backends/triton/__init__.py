@@ -50,6 +50,9 @@ def supports(problem: Problem, mode: Mode | None = None) -> str | None:
             reason = f"weight format {problem.weight_format!r} has no kernels here yet"
         if reason is not None:
             return reason
+    sizes = (problem.hidden, problem.intermediate)
+    if problem.weight_format in ("nvfp4", "mxfp4") and any(size % 8 for size in sizes):
+        return f"H and I are {sizes}; 4-bit weights need multiples of 8 here, whole 4-byte words"
     if problem.dtype not in DTYPES:
         return f"weights are {problem.dtype}; implemented: {', '.join(DTYPES)}"
     if problem.top_k > MAX_TOP_K:

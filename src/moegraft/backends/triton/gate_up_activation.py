@@ -90,6 +90,7 @@ def gate_up_activation_kernel(
     EVEN_N: tl.constexpr,
     SWAP: tl.constexpr,  # weights as the left operand
     FORMAT: tl.constexpr,  # of the weights
+    WORD_UNIT: tl.constexpr,  # words of one unit of the weights' strides, 4 bits only
     GATE_SCALES: tl.constexpr,
     UP_SCALES: tl.constexpr,
     GATE_GLOBAL: tl.constexpr,
@@ -152,9 +153,9 @@ def gate_up_activation_kernel(
         x_ptr, x_stride, base_ptr, base_stride, base_scales_ptr, tokens, row_mask, weight_ptr,
         weight_stride_e, weight_stride_n, weight_stride_k, scales_ptr, scale_stride_e,
         scale_stride_n, scale_stride_k, globals_ptr, global_stride, expert, first_column, columns,
-        column_mask, hidden, None, 0, 0, FORMAT, GATE_START, UP_START, COLUMN_STEP, GATE_SCALES,
-        UP_SCALES, GATE_GLOBAL, UP_GLOBAL, GATED, EVEN_K, EVEN_N, SWAP, BLOCK_M, BLOCK_N, BLOCK_K,
-        False, PDL,
+        column_mask, hidden, None, 0, 0, FORMAT, WORD_UNIT, GATE_START, UP_START, COLUMN_STEP,
+        GATE_SCALES, UP_SCALES, GATE_GLOBAL, UP_GLOBAL, GATED, EVEN_K, EVEN_N, SWAP, BLOCK_M,
+        BLOCK_N, BLOCK_K, False, PDL,
     )  # fmt: skip
     if HAS_BIAS:
         bias = bias_ptr + expert * bias_stride

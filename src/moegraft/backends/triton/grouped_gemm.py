@@ -82,6 +82,7 @@ def grouped_gemm_kernel(
     EVEN_N: tl.constexpr,
     SWAP: tl.constexpr,  # weights as the left operand
     FORMAT: tl.constexpr,  # of the weights
+    WORD_UNIT: tl.constexpr,  # words of one unit of the weights' strides, 4 bits only
     OUT_PARTS: tl.constexpr,  # a row of out has so many times size_n columns
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -144,8 +145,8 @@ def grouped_gemm_kernel(
         weight_ptr, weight_stride_e, weight_stride_n, weight_stride_k, scales_ptr, scale_stride_e,
         scale_stride_n, scale_stride_k, globals_ptr, global_stride, expert,
         (pid % num_tiles) * BLOCK_N, columns, column_mask, size_k, h_counter_ptr + block, seen,
-        h_tiles, FORMAT, 0, 0, 1, 0, 0, 0, 0, False, EVEN_K, EVEN_N, SWAP, BLOCK_M, BLOCK_N,
-        BLOCK_K, AFTER_H, PDL,
+        h_tiles, FORMAT, WORD_UNIT, 0, 0, 1, 0, 0, 0, 0, False, EVEN_K, EVEN_N, SWAP, BLOCK_M,
+        BLOCK_N, BLOCK_K, AFTER_H, PDL,
     )  # fmt: skip
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * bias_stride + columns, mask=column_mask, other=0.0)

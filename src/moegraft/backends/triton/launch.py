@@ -12,7 +12,7 @@ from moegraft.backends.triton.gate_up_activation import gate_up_activation_kerne
 from moegraft.backends.triton.grouped_gemm import grouped_gemm_kernel
 from moegraft.backends.triton.launch_delta import delta_arguments, gate_up_tiles
 from moegraft.backends.triton.route import route_kernel
-from moegraft.backends.triton.weights.arguments import gate_up_arguments, gemm_arguments
+from moegraft.backends.triton.weights.arguments import Stored, gate_up_arguments, gemm_arguments
 from moegraft.backends.triton.weights.rows import (
     BaseRows,
     copy_arguments,
@@ -81,21 +81,21 @@ def run_gate_up(
     """
     tile = config.gate_up
     inter, hidden = weights.intermediate, weights.hidden
-    w = weights.gate_up_oi
+    w = Stored.of(weights.gate_up_oi)
     bias = weights.gate_up_bias
     tiles = gate_up_tiles(weights, config)
     programs, delta = delta_arguments(weights, table, ws, config, down=False)
     h = ws.base_h
     gate_up_activation_kernel[(programs + ws.num_blocks * tiles,)](
-        x, weights.gate_up, bias, ws.h, ws.delta_gate_up if every_pair is None else every_pair,
+        x, w.tensor, bias, ws.h, ws.delta_gate_up if every_pair is None else every_pair,
         ws.states, ws.row_pair, ws.block_info, slots, ws.h_counter,
-        hidden, inter, x.stride(0), w.stride(0), w.stride(1), w.stride(2),
+        hidden, inter, x.stride(0), *w.strides,
         0 if bias is None else bias.stride(0), tiles, ws.num_pairs,
         h_base_ptr=None if h is None else h.values,
         h_base_scales_ptr=None if h is None else h.scales,
         h_base_stride=None if h is None else h.values.stride(0), STORE_ROWS=h is not None,
         STORE_H=h is None or keep_h or table is not None,
-        TOP_K=top_k, HAS_BIAS=bias is not None,
+        TOP_K=top_k, HAS_BIAS=bias is not None, WORD_UNIT=w.unit,
         DELTA="all" if every_pair is not None else "none" if slots is None else "some",
         EVEN_K=hidden % tile.block_k == 0, EVEN_N=inter % tile.block_n == 0, SWAP=tile.swap,
         BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
@@ -118,21 +118,21 @@ def run_down(
     With table (and ``merged``) its first programs compute the delta, for finalize to add. With
     slots it adds a delta that is there; the callers want one or the other.
     """
-    tile, w = config.down, weights.down_oi
+    tile, w = config.down, Stored.of(weights.down_oi)
     inter, hidden = weights.intermediate, weights.hidden
     bias = weights.down_bias
     tiles = triton.cdiv(hidden, tile.block_n)
     programs, delta = delta_arguments(weights, table, ws, config, down=True)
     grouped_gemm_kernel[(programs + ws.num_blocks * tiles,)](
-        ws.h, weights.down, bias, topk_weights, ws.y, ws.delta_down, ws.states[2],
+        ws.h, w.tensor, bias, topk_weights, ws.y, ws.delta_down, ws.states[2],
         ws.row_pair, ws.block_info, slots, ws.h_counter, gate_up_tiles(weights, config),
-        hidden, inter, ws.h.stride(0), w.stride(0), w.stride(1), w.stride(2),
+        hidden, inter, ws.h.stride(0), *w.strides,
         0 if bias is None else bias.stride(0), tiles, ws.num_pairs,
         TOP_K=topk_weights.shape[1], AFTER_H=True, X_BY_TOKEN=False, WEIGHTED=True,
         HAS_BIAS=bias is not None, HAS_DELTA=slots is not None,
         EVEN_K=inter % tile.block_k == 0, EVEN_N=hidden % tile.block_n == 0, SWAP=tile.swap,
         BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        OUT_PARTS=1, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        OUT_PARTS=1, WORD_UNIT=w.unit, num_warps=tile.num_warps, num_stages=tile.num_stages,
         **gemm_arguments(weights, ws.base_h, down=True), **delta, **config.launch_options(),
     )  # fmt: skip
 
@@ -154,7 +154,7 @@ def run_grouped_gemm(
     weights are a launch each where each has scales of its own.
     """
     tile = config.down if down else config.gate_up
-    w = weights.down_oi if down else weights.gate_up_oi
+    w = Stored.of(weights.down_oi if down else weights.gate_up_oi)
     bias = weights.down_bias if down else weights.gate_up_bias
     if bias is not None and bias.stride(1) != 1:
         bias = bias.contiguous()
@@ -163,19 +163,20 @@ def run_grouped_gemm(
         base = make_base_rows(weights.weight_format, x.shape[0], x.shape[1], x.dtype, x.device)
         run_base_rows(x, base)
     parts = 1 if down or weights.scales is None else num_parts(weights.layout)
-    size_n = w.shape[1] // parts
+    size_n = w.tensor.shape[1] // parts
     tiles = triton.cdiv(size_n, tile.block_n)
     _, delta = delta_arguments(weights, None, ws, config, down=True)  # none of them
     for part in range(parts):
         columns = slice(part * size_n, (part + 1) * size_n)
+        part_bias = None if bias is None else bias[:, columns]
         form = gemm_arguments(weights, base, down, part if parts > 1 else None)
         grouped_gemm_kernel[(ws.num_blocks * tiles,)](
-            x, w[:, columns], None if bias is None else bias[:, columns], None, out[:, columns],
+            x, w.tensor[:, columns], part_bias, None, out[:, columns],
             None, None, ws.row_pair, ws.block_info, None, ws.h_counter, 0, size_n, size_k,
-            x.stride(0), w.stride(0), w.stride(1), w.stride(2),
+            x.stride(0), *w.strides,
             0 if bias is None else bias.stride(0), tiles, ws.num_pairs,
             TOP_K=top_k, AFTER_H=False, X_BY_TOKEN=not down, WEIGHTED=False,
-            HAS_BIAS=bias is not None, HAS_DELTA=False, OUT_PARTS=parts,
+            HAS_BIAS=bias is not None, HAS_DELTA=False, OUT_PARTS=parts, WORD_UNIT=w.unit,
             EVEN_K=size_k % tile.block_k == 0, EVEN_N=size_n % tile.block_n == 0, SWAP=tile.swap,
             BLOCK_M=config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **form, **delta,

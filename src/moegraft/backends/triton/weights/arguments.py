@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,29 @@ _ABSENT: dict[str, Any] = dict.fromkeys(
         *("scale_stride_e", "scale_stride_n", "scale_stride_k", "global_stride"),
     )
 )
+
+
+class Stored(NamedTuple):
+    """A weights' tensor as a kernel reads it.
+
+    Attributes:
+        tensor: the values; int32 words of eight 4-bit ones.
+        strides: of experts, outputs and inputs, in elements, or in ``unit`` words.
+        unit: 4 where strides are whole 16 bytes, which the compiler cannot see in their numbers.
+    """
+
+    tensor: torch.Tensor
+    strides: tuple[int, int, int]
+    unit: int
+
+    @staticmethod
+    def of(weight: torch.Tensor) -> Stored:
+        """Describe ``[E, out, in]``, any strides."""
+        if weight.dtype != torch.uint8:
+            return Stored(weight, (weight.stride(0), weight.stride(1), weight.stride(2)), 1)
+        words = weight.view(torch.int32)
+        unit = 4 if all(stride % 4 == 0 for stride in words.stride()[:2]) else 1
+        return Stored(words, (words.stride(0) // unit, words.stride(1) // unit, 1), unit)
 
 
 def gate_up_arguments(weights: ExpertWeights, base: BaseRows | None) -> dict[str, Any]:

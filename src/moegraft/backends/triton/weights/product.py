@@ -16,9 +16,10 @@ def base_product(
     x_ptr, x_stride, base_ptr, base_stride, base_scales_ptr, x_rows, row_mask, weight_ptr,
     weight_stride_e, weight_stride_n, weight_stride_k, scales_ptr, scale_stride_e, scale_stride_n,
     scale_stride_k, globals_ptr, global_stride, expert, first_column, columns, column_mask, size_k,
-    counter_ptr, seen, amount, FORMAT: tl.constexpr, GATE_START: tl.constexpr,
-    UP_START: tl.constexpr, COLUMN_STEP: tl.constexpr, GATE_SCALES: tl.constexpr,
-    UP_SCALES: tl.constexpr, GATE_GLOBAL: tl.constexpr, UP_GLOBAL: tl.constexpr,
+    counter_ptr, seen, amount, FORMAT: tl.constexpr, WORD_UNIT: tl.constexpr,
+    GATE_START: tl.constexpr, UP_START: tl.constexpr, COLUMN_STEP: tl.constexpr,
+    GATE_SCALES: tl.constexpr, UP_SCALES: tl.constexpr, GATE_GLOBAL: tl.constexpr,
+    UP_GLOBAL: tl.constexpr,
     GATED: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, SWAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAIT: tl.constexpr,
     PDL: tl.constexpr,
@@ -35,13 +36,13 @@ def base_product(
             BLOCK_K, WAIT, PDL,
         )  # fmt: skip
     elif FORMAT == "nvfp4" or FORMAT == "mxfp4":
-        tl.static_assert(not SWAP, "4-bit weights are the right operand")
+        tl.static_assert(SWAP, "4-bit weights are the left operand")
         gate, up = fp4_product(
             base_ptr, base_stride, x_rows, row_mask, weight_ptr, weight_stride_e, weight_stride_n,
-            weight_stride_k, scales_ptr, scale_stride_e, scale_stride_n, scale_stride_k,
-            globals_ptr, global_stride, expert, columns, column_mask, size_k, counter_ptr, seen,
-            amount, FORMAT == "nvfp4", GATE_START, UP_START, COLUMN_STEP, GATE_SCALES, UP_SCALES,
-            GATE_GLOBAL, UP_GLOBAL, GATED, EVEN_K, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K, WAIT, PDL,
+            scales_ptr, scale_stride_e, scale_stride_n, scale_stride_k, globals_ptr, global_stride,
+            expert, columns, column_mask, size_k, counter_ptr, seen, amount, FORMAT == "nvfp4",
+            WORD_UNIT, GATE_START, UP_START, COLUMN_STEP, GATE_SCALES, UP_SCALES, GATE_GLOBAL,
+            UP_GLOBAL, GATED, EVEN_K, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K, WAIT, PDL,
         )  # fmt: skip
     elif FORMAT == "fp8-block":
         tl.static_assert(SWAP, "FP8 weights are the left operand of FP8 activations")

@@ -2,7 +2,8 @@
 
 For W8A8 weights they are e4m3 with one fp32 scale per row and 128 columns, exactly as
 :func:`moegraft.quant.activations.rounded_activations` has them. For 4-bit weights they are as they
-are, but the even columns come first. x gets its copy in route's launch, h where it is made.
+are, but in the order that :mod:`.fp4_bits` brings those in. x gets its copy in route's launch, h
+where it is made.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.weights.fp4_bits import COLUMNS, place
 from moegraft.quant.formats import UNQUANTIZED, format_of
 
 #: Columns of one group, and of a program up to how many groups.
 GROUP, MAX_GROUPS = 128, 16
-#: Rows, and halves of them, start at multiples of so many columns.
-ALIGNMENT = 16
+#: Rows start at multiples of so many columns, and end with zeros: columns change places in those.
+ALIGNMENT = COLUMNS.value
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,8 @@ class BaseRows:
     """A copy of activations ``[rows, columns]``, made for the base product.
 
     Attributes:
-        values: e4m3 ``[rows, columns or more]``; or ``[rows, 2 halves]`` in the activations' dtype,
-            the even columns at the start of the first half, the odd ones at that of the second.
-        scales: fp32 ``[rows, ceil(columns / 128)]`` of e4m3 values; None = halves.
+        values: ``[rows, columns or more]``, e4m3; or in the activations' dtype, in another order.
+        scales: fp32 ``[rows, ceil(columns / 128)]`` of e4m3 values; None = of another order.
     """
 
     values: torch.Tensor
@@ -89,12 +90,6 @@ def rounded(values):
 
 
 @triton.jit
-def halved(columns, base_stride):
-    """Return where columns are in a row of which the even ones come first."""
-    return columns // 2 + columns % 2 * (base_stride // 2)
-
-
-@triton.jit
 def write_rows(
     program, source_ptr, base_ptr, base_scales_ptr, source_columns, source_stride, base_stride,
     GROUPS: tl.constexpr,
@@ -107,7 +102,8 @@ def write_rows(
     mask = columns < source_columns
     values = tl.load(source_ptr + row * source_stride + columns, mask=mask, other=0.0)
     if base_scales_ptr is None:
-        tl.store(base_ptr + row * base_stride + halved(columns, base_stride), values, mask=mask)
+        ptrs = base_ptr + row * base_stride + place(columns)
+        tl.store(ptrs, values, mask=columns < base_stride)
     else:
         values, scales = rounded(values.to(tl.float32))
         groups = tl.cdiv(source_columns, 128)
@@ -137,7 +133,10 @@ def store_rows(
     mask = row_mask[:, None] & (columns < size_k)[None, :]
     ptrs = base_ptr + rows[:, None] * base_stride
     if base_scales_ptr is None:
-        ptrs += halved(columns, base_stride)[None, :]
+        tl.static_assert(BLOCK_N % 32 == 0, "columns change places among 32")
+        values = tl.where(mask, values, 0.0)
+        mask = row_mask[:, None] & (columns < base_stride)[None, :]
+        ptrs += place(columns)[None, :]
         tl.store(ptrs, values, mask=mask, eviction_policy="evict_last")
     else:
         tl.static_assert(BLOCK_N == 128, "a tile is one group of columns")

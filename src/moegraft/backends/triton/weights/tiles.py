@@ -22,7 +22,7 @@ def quantised_config(problem: Problem) -> FusedConfig:
     delta = GemmConfig(128, 128, 2 if problem.max_rank <= 16 else 4, 6)
     if problem.dtype == "float32":
         delta = GemmConfig(64, 64, 4, 2)
-    rules = _fp8_block if _is_w8a8(problem) else _widened
+    rules = _fp8_block if _is_w8a8(problem) else _fp4 if _is_4_bit(problem) else _fp8_wide
     if problem.num_pairs <= _FEW_PAIRS:
         one = problem.num_pairs <= _ONE_TOKEN
         gate_up, down = rules(1 if one else 2)
@@ -42,12 +42,16 @@ def _fp8_block(block_m: int) -> tuple[GemmConfig, GemmConfig]:
     return replace(gate_up, num_warps=warps), replace(down, num_warps=warps)
 
 
-def _widened(block_m: int) -> tuple[GemmConfig, GemmConfig]:
+def _fp4(block_m: int) -> tuple[GemmConfig, GemmConfig]:
+    """As :func:`_fp8_block`."""
+    gate_up, down = GemmConfig(64, 128, 4, 4, True), GemmConfig(128, 128, 4, 4, True)
+    return (gate_up, replace(down, block_n=64)) if block_m == 1 else (gate_up, down)
+
+
+def _fp8_wide(block_m: int) -> tuple[GemmConfig, GemmConfig]:
     """As :func:`_fp8_block`: wide enough that all warps share the loads of x."""
     if block_m == 1:
         return GemmConfig(32, 128, 4, 4), GemmConfig(64, 128, 4, 4)
-    if block_m <= 16:
-        return GemmConfig(64, 128, 4, 4), GemmConfig(128, 128, 4, 4)
     warps = 8 if block_m == 64 else 4
     return GemmConfig(64, 128, warps, 4), GemmConfig(128, 128, warps, 4)
 
@@ -59,8 +63,9 @@ def quantised_candidates(problem: Problem) -> Iterator[FusedConfig]:
         gate_ups = [GemmConfig(128, 128, w, s, True) for w in (4, 8) for s in (2, 3, 4, 5)]
         downs = [GemmConfig(n, 128, 4, s, True) for n in (64, 128) for s in (3, 4, 5)]
     else:
+        swap = _is_4_bit(problem)
         gate_ups = [
-            GemmConfig(n, k, w, s)
+            GemmConfig(n, k, w, s, swap)
             for n, k, w, s in product((32, 64, 128), (128, 256), (4, 8), (3, 4, 5))
             if n * k <= 128 * 128
         ]
@@ -97,7 +102,9 @@ def tiles_ok(config: FusedConfig, problem: Problem) -> bool:
     one_block = not _is_blocks(problem) or all(
         128 % tile.block_n == 0 and 128 % tile.block_k == 0 for tile in tiles
     )
-    return one_block and not any(tile.swap for tile in tiles)
+    swap = _is_4_bit(problem)
+    wide = not swap or all(tile.block_n >= 64 and tile.block_k >= 32 for tile in tiles)
+    return one_block and wide and all(tile.swap == swap for tile in tiles)
 
 
 def stage_bytes(config: FusedConfig, tile: GemmConfig, sides: int, problem: Problem) -> int:
@@ -105,6 +112,10 @@ def stage_bytes(config: FusedConfig, tile: GemmConfig, sides: int, problem: Prob
     itemsize = 1 if _is_w8a8(problem) else 4 if problem.dtype == "float32" else 2
     bits = format_of(problem.weight_format).bits
     return (config.block_m * itemsize + sides * tile.block_n * bits // 8) * tile.block_k
+
+
+def _is_4_bit(problem: Problem) -> bool:
+    return format_of(problem.weight_format).bits == 4
 
 
 def _is_blocks(problem: Problem) -> bool:
