@@ -13,10 +13,23 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from moegraft.adapters import ModelSpec, bind
 from moegraft.adapters.checksum import SiteSums, checksum_of
+from moegraft.adapters.update_copies import UpdateCopies
 from moegraft.adapters.update_plan import TensorKinds, UpdatePlan, make_plan
 from moegraft.factors import PackedAdapter, TableLayout
 from moegraft.sites import expert_site, linear_site
-from update_kinds import CONFIG, KINDS, Tensors, new_bank, plan_of, shuffled
+from update_kinds import (
+    CONFIG,
+    FORMS,
+    KINDS,
+    ODD_SIZES,
+    Tensors,
+    experts_of,
+    experts_plan,
+    new_bank,
+    plan_of,
+    shifted,
+    shuffled,
+)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -34,7 +47,7 @@ CASES = [*((kind, torch.float16) for kind in KINDS), *(("fused", dtype) for dtyp
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
-def test_one_launch_per_dtype_copies_what_the_plan_says(kind: str, dtype: torch.dtype) -> None:
+def test_launches_copy_what_the_plan_says(kind: str, dtype: torch.dtype) -> None:
     plan = plan_of(KINDS[kind](0), new_bank(dtype))
     assert plan.copies is not None
     tensors = in_order(plan, shuffled(KINDS[kind](1)))
@@ -82,6 +95,57 @@ def test_many_tiles_and_tensors_that_are_not_aligned(dtype: torch.dtype, offset:
     plan.fill(views, wanted)
     assert plan.copies.run(views, data)
     assert torch.equal(data, wanted)
+
+
+@pytest.mark.parametrize(("rank", "num_in", "num_out"), ODD_SIZES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("given", DTYPES)
+def test_odd_ranks_counts_and_offsets_are_copied_to_the_last_value(
+    given: torch.dtype, form: str, rank: int, num_in: int, num_out: int
+) -> None:
+    for i, dtype in enumerate((given, torch.float16 if given == torch.float32 else torch.float32)):
+        tensors = experts_of(rank, num_in, num_out, given, form)
+        plan = experts_plan(tensors, num_in, num_out, dtype)
+        assert plan.copies is not None
+        for offset in (0, 1 + i, 4):
+            views = in_order(plan, shifted(tensors, offset))
+            wanted = poisoned(plan)
+            plan.fill(views, wanted)
+            around = torch.full((len(wanted) + 256,), 7, dtype=dtype)
+            assert plan.copies.run(views, around[128:-128])
+            assert torch.equal(around[128:-128], wanted), f"offset {offset}"
+            assert bool((around[:128] == 7).all() and (around[-128:] == 7).all()), "beside it"
+
+
+@pytest.mark.parametrize(("rank", "num_in", "num_out"), ODD_SIZES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("given", DTYPES)
+def test_what_a_launch_promises_the_compiler_holds_for_all_its_tiles(
+    given: torch.dtype, form: str, rank: int, num_in: int, num_out: int
+) -> None:
+    """The interpreter looks at no hint, so a false one shows in wrong values on a GPU alone."""
+    plan = experts_plan(experts_of(rank, num_in, num_out, given, form), num_in, num_out, given)
+    copies = UpdateCopies.of(plan)
+    assert copies is not None
+    for kind, _, tiles in copies._launches:
+        _, source, step, target, target_step, count_f, count_w, width = tiles.T
+        along = count_f if kind.columns else count_w
+        for promised in (source, step, along):
+            assert not bool((promised % kind.unit).any())
+        for promised in (target, target_step, width):
+            assert not bool((promised % (16 // given.itemsize)).any())
+        assert int(count_f.max()) <= kind.block_f and int(width.max()) <= kind.block_w
+        assert bool((count_w <= width).all() and (count_f > 0).all() and (count_w >= 0).all())
+
+
+def test_aligned_factors_of_one_rank_take_two_launches_of_16_bytes_per_access() -> None:
+    tensors = experts_of(16, 64, 48, torch.bfloat16, "per projection", experts=3)
+    copies = experts_plan(tensors, 64, 48, torch.bfloat16).copies
+    assert copies is not None
+    found = {(kind.columns, kind.unit, kind.block_f): tiles for kind, _, tiles in copies._launches}
+    assert found.keys() == {(False, 8, 1), (True, 8, 16)}
+    assert len(found[False, 8, 1]) == 1, "A of all experts is one row"
+    assert len(found[True, 8, 16]) == 3, "one tile per expert"
 
 
 @pytest.mark.parametrize("given", DTYPES)

@@ -17,6 +17,7 @@ from moegraft.adapters import (
     check_bound,
 )
 from moegraft.adapters.update_plan import TensorKinds, UpdatePlan, make_plan
+from moegraft.factors import TableLayout
 from moegraft.sites import expert_site, linear_site
 
 EXPERTS, HIDDEN, WIDTH, RANK = 12, 24, 20, 3
@@ -131,3 +132,45 @@ def shuffled(tensors: Tensors) -> Tensors:
     """The same tensors, each in memory of its own, in another order."""
     names = sorted(tensors, key=lambda name: name[::-1])
     return {name: tensors[name].clone() for name in names}
+
+
+#: Rank, in and out of experts, few of them multiples of what is copied at once.
+ODD_SIZES = [(1, 24, 40), (2, 33, 7), (3, 300, 36), (4, 16, 24), (5, 17, 264), (8, 1032, 520)]
+ODD_SIZES += [(12, 8, 48), (16, 36, 260), (24, 40, 9), (36, 72, 130), (70, 24, 66)]
+FORMS = ["per projection", "fused", "swapped"]
+
+
+def experts_of(
+    rank: int, num_in: int, num_out: int, dtype: torch.dtype, form: str, experts: int = 3
+) -> Tensors:
+    """Factors of experts, ``num_out`` the hidden size: stacked, or entries side by side."""
+    path, shape_a = "layers.0.experts", (experts * rank, num_in)
+    if form == "per projection":
+        path = f"{path}.down_proj"
+        a, b = torch.randn(experts, rank, num_in), torch.randn(experts, num_out, rank)
+    else:
+        if form == "swapped":  # of gate_up [in, out]: B's rows are halves of A's
+            path, shape_a = f"{path}.base_layer", (experts * rank, 2 * num_in)
+        a, b = torch.randn(shape_a), torch.randn(num_out, rank * experts)
+    return {f"{path}.lora_A.weight": a.to(dtype), f"{path}.lora_B.weight": b.to(dtype)}
+
+
+def experts_plan(tensors: Tensors, num_in: int, num_out: int, dtype: torch.dtype) -> UpdatePlan:
+    """Return how :func:`experts_of` become a packed adapter."""
+    sites = (expert_site("layers.0.experts", 3, num_out, num_in),)
+    spec, layout, kinds = ModelSpec(sites), TableLayout.of(sites), TensorKinds.of(tensors)
+    assert kinds is not None
+    plan = make_plan(kinds, CONFIG, None, lambda s, o: bind(s, spec, o), layout, dtype)
+    assert plan is not None, "there is no plan for these"
+    return plan
+
+
+def shifted(tensors: Tensors, offset: int, device: str = "cpu") -> Tensors:
+    """The same values ``offset`` values behind a multiple of 16 bytes, with NaN around them."""
+    moved = {}
+    for name, tensor in tensors.items():
+        flat = torch.full((tensor.numel() + 32,), torch.nan, dtype=tensor.dtype, device=device)
+        assert flat.data_ptr() % 16 == 0
+        moved[name] = flat[offset : offset + tensor.numel()].view(tensor.shape)
+        moved[name].copy_(tensor)
+    return moved

@@ -106,7 +106,7 @@ class UpdatePlan:
 
     @cached_property
     def copies(self) -> UpdateCopies | None:
-        """The moves as one launch per dtype on a GPU; None where these can't make them."""
+        """The moves as a few launches on a GPU; None where these can't make them."""
         from moegraft.adapters.update_copies import UpdateCopies
 
         return UpdateCopies.of(self)

@@ -44,8 +44,8 @@ class AdapterUpdater:
     """Replaces the values of adapters in a store. Safe to use from several threads.
 
     The first update with tensors of some names, shapes and dtypes is read in full. From the second
-    one on they are copied by a plan: nothing is bound again, and from a GPU one launch copies and
-    checks them on their way into the arena.
+    one on they are copied by a plan: nothing is bound again, and from a GPU a few launches copy and
+    check them on their way into the arena.
 
     Args:
         store: where the adapters are.
