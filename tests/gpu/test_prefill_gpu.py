@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -13,11 +11,11 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from moegraft.backends.cuda.compiler import has_compiler
 from moegraft.backends.triton.device import device_facts
 from moegraft.backends.triton.prefill import config as prefill
 from moegraft.backends.triton.prefill import layer as prefill_layer
 from moegraft.backends.triton.prefill.config import (
-    GLUON_OF,
     SHARED_MEMORY,
     PrefillConfig,
     prefill_config,
@@ -46,14 +44,13 @@ def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     facts = device_facts()
     if facts.capability < 90 or facts.shared_memory < SHARED_MEMORY:
         pytest.skip("this GPU has no tensor maps, or too little shared memory")
-    has_gluon = version("triton").startswith(GLUON_OF)
-    if request.param == "hopper" and not (facts.capability == 90 and has_gluon):
-        pytest.skip("this GPU is not a Hopper, or Triton has another Gluon")
+    if request.param == "hopper" and not (facts.capability == 90 and has_compiler()):
+        pytest.skip("this GPU is not a Hopper, or there is no NVRTC")
     if request.param == "portable":
 
         def portable(*given: Any) -> PrefillConfig | None:
             found = prefill_config(*given)
-            return None if found is None else replace(found, hopper=False)
+            return None if found is None else PrefillConfig()
 
         monkeypatch.setattr(prefill, "prefill_config", portable)
     return request.param

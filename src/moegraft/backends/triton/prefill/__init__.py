@@ -6,5 +6,6 @@
 Tiles are large, the weights come by tensor map, and no delta lies in memory: the GEMMs take ``S``
 of their rows, ``max_rank`` values each, and add ``S B`` as further steps of their products.
 :mod:`.layer` is the whole run, :mod:`.config` says when it is taken. The GEMMs exist twice:
-:mod:`.portable` for every GPU with tensor maps, :mod:`.hopper` in Gluon for Hopper.
+:mod:`.portable` for every GPU with tensor maps, :mod:`.hopper` in CUDA C++ for Hopper
+(:mod:`moegraft.backends.cuda`).
 """

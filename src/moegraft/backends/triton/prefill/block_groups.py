@@ -74,6 +74,7 @@ def block_groups_kernel(
     PROJECTIONS: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,  # a power of two, BLOCK_M at least
     SLOTS: tl.constexpr,  # a power of two: slots that a block can have
 ):
     """See the top of the file."""
@@ -83,7 +84,7 @@ def block_groups_kernel(
     if live_rows == 0:
         return
     expert = info // 256
-    m = tl.arange(0, BLOCK_M)
+    m = tl.arange(0, ROWS)
     row_mask = m < live_rows
     rows = block.to(tl.int64) * BLOCK_M + m
     pairs = tl.load(row_pair_ptr + rows, mask=row_mask, other=0)
@@ -91,7 +92,7 @@ def block_groups_kernel(
     slots = tl.where(slots < num_slots, slots, -1)
     segments = tl.arange(0, SLOTS)
     found = tl.zeros([SLOTS], tl.int32) - 1
-    place = tl.zeros([BLOCK_M], tl.int32) - 1
+    place = tl.zeros([ROWS], tl.int32) - 1
     count = 0
     slot = tl.min(tl.where(slots >= 0, slots, 2147483647), 0)
     while slot < 2147483647:
@@ -99,7 +100,7 @@ def block_groups_kernel(
         found = tl.where(segments == count, slot, found)
         count += 1
         slot = tl.min(tl.where(slots > slot, slots, 2147483647), 0)
-    tl.store(row_segment_ptr + rows, place)
+    tl.store(row_segment_ptr + rows, place, mask=m < BLOCK_M)
     padding = tl.arange(0, 4)
     for part in tl.static_range(2):
         rank = tl.zeros([SLOTS], tl.int32)
@@ -181,6 +182,7 @@ def run_block_groups(
         table.expert_map, found.row_segment, found.counts, found.a_groups, found.b_groups,
         table.records.stride(0), table.expert_map.stride(0), table.num_slots, rows.num_blocks,
         max_groups, TOP_K=top_k, PROJECTIONS=projections, UNIT=found.unit, BLOCK_M=block_m,
+        ROWS=triton.next_power_of_2(block_m),
         SLOTS=triton.next_power_of_2(min(table.num_slots, block_m)), num_warps=1,
     )  # fmt: skip
     return found

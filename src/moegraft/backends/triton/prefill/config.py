@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import triton
 
+from moegraft.backends.cuda.compiler import has_compiler
 from moegraft.backends.triton.config import GemmConfig
 from moegraft.backends.triton.device import DeviceFacts
 from moegraft.backends.triton.workspace import y_dtype
@@ -15,14 +16,12 @@ from moegraft.types import ExpertWeights
 
 #: Mean rows per expert from which this run is faster than the decode kernels (measured on an H200).
 MIN_ROWS, MIN_ROWS_HOPPER = 128, 64
-#: Releases of Triton whose Gluon, which may still change, the Hopper GEMMs have run with.
-GLUON_OF = ("3.6.",)
 #: Bytes of h and y of one round of launches; more tokens run piece by piece.
 MAX_BYTES = 2**32
 #: Pairs of one round of launches at least, whatever their bytes.
 MIN_PIECE = 2**15
-#: Rows of a block.
-BLOCK_M = 128
+#: Rows that a block has room for: of the portable and of the Hopper GEMMs.
+BLOCK_M, HOPPER_BLOCK_M = 128, 192
 #: Rank rows of a group, and bytes of its description, of which A and B of a projection have one.
 GROUP_RANKS, GROUP_BYTES = 16, 32
 #: Groups of a block are padded to a multiple of this many, with groups of no row.
@@ -36,7 +35,8 @@ class PrefillConfig:
     """Tiles of a layer; never depends on which adapters are live.
 
     Attributes:
-        block_m: rows of a block, at most 128.
+        block_m: rows that a block has room for, at most 255.
+        row_step: an expert's blocks share its rows, to a multiple of this; None = full ones.
         tail_m: blocks with no more rows than this run with tiles of that height.
         gate_up, down: tiles of the GEMMs; gate and up have ``block_n`` columns each.
         shrink: ``block_n`` rows of one program, and its K step.
@@ -48,6 +48,7 @@ class PrefillConfig:
     """
 
     block_m: int = BLOCK_M
+    row_step: int | None = None
     tail_m: int = 64
     gate_up: GemmConfig = field(default_factory=lambda: GemmConfig(128, 64, 8, 3))
     down: GemmConfig = field(default_factory=lambda: GemmConfig(256, 64, 8, 3))
@@ -55,7 +56,7 @@ class PrefillConfig:
     wide_shrink: GemmConfig = field(default_factory=lambda: GemmConfig(64, 64, 4, 3))
     shrink_groups: int = 4
     shrink_shares: int = 2
-    stages: int = 4
+    stages: int = 3
     hopper: bool = False
 
 
@@ -71,14 +72,16 @@ def prefill_config(problem: Problem, device: DeviceFacts) -> PrefillConfig | Non
         return None
     if device.capability < 90 or device.shared_memory < SHARED_MEMORY:
         return None
-    return PrefillConfig(hopper=hopper)
+    if hopper:
+        return PrefillConfig(HOPPER_BLOCK_M, row_step=16, hopper=True)
+    return PrefillConfig()
 
 
 def can_run_hopper(problem: Problem, device: DeviceFacts) -> bool:
     """True when the Hopper GEMMs run a layer: bfloat16, and sizes of whole tiles."""
     if device.capability != 90 or device.interpreted or problem.dtype != "bfloat16":
         return False
-    if not triton.__version__.startswith(GLUON_OF):
+    if not has_compiler():
         return False
     return problem.hidden % 128 == 0 and problem.intermediate % 128 == 0
 
@@ -99,8 +102,8 @@ def max_pairs(weights: ExpertWeights, table: SiteTable | None = None) -> int:
     row = weights.intermediate * size + weights.hidden * y_dtype(weights.dtype).itemsize
     if table is not None:
         sides = table.records.shape[1]
-        groups = most_groups(table, BLOCK_M)
-        row += sides * table.max_rank * size + 2 * sides * groups * GROUP_BYTES // BLOCK_M
+        groups = most_groups(table, HOPPER_BLOCK_M)
+        row += sides * table.max_rank * size + 2 * sides * groups * GROUP_BYTES // HOPPER_BLOCK_M
     return max(MAX_BYTES // row, MIN_PIECE)
 
 

@@ -145,13 +145,13 @@ def run_group_shrink(
     a_groups, b_groups = groups.a_groups[first:], groups.b_groups[first:]
     out = torch.empty(rows.num_rows, sides * groups.rank_rows, dtype=x.dtype, device=x.device)
     shares = config.shrink_shares
-    parts = rows.num_blocks * (config.block_m // tile.block_n)
+    parts = rows.num_blocks * (rows.block_m // tile.block_n)
     group_shrink_kernel[(parts * shares,)](
         x, out, groups.table.arena.data, rows.row_pair, rows.block_info, groups.row_segment,
         groups.counts[int(down)], a_groups, a_groups.view(torch.int32), b_groups.view(torch.int32),
         x.shape[1], x.stride(0), groups.rank_rows, groups.max_groups, groups.b_groups.stride(0),
         TOP_K=top_k, BY_TOKEN=not down, SIDES=sides, UNIT=groups.unit,
-        EVEN_K=x.shape[1] % tile.block_k == 0, BLOCK_ROWS=config.block_m, BLOCK_M=tile.block_n,
+        EVEN_K=x.shape[1] % tile.block_k == 0, BLOCK_ROWS=rows.block_m, BLOCK_M=tile.block_n,
         BLOCK_K=tile.block_k, PASS=at_once // sides, SHARES=shares,
         GROUPS=triton.next_power_of_2(groups.max_groups), num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -1,40 +1,77 @@
-"""The GEMMs of a layer with many rows, on Hopper; see :mod:`.hopper_gemm`."""
+"""The GEMMs of a layer with many rows, on Hopper; see :mod:`moegraft.backends.cuda.moe_gemm`."""
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+from dataclasses import dataclass
 
 import torch
 import triton
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moegraft.backends.triton.activation import activation_constants
+from moegraft.backends.cuda.driver import tensor_map
+from moegraft.backends.cuda.group_shrink import STAGES, ShrinkArguments, ShrinkSpec, shrink_kernel
+from moegraft.backends.cuda.moe_gemm import Arguments, Spec, kernel
+from moegraft.backends.cuda.products import ROW_STEP
+from moegraft.backends.triton.activation import column_constants
 from moegraft.backends.triton.device import device_facts
-from moegraft.backends.triton.prefill.block_groups import BlockGroups, gemm_operands
-from moegraft.backends.triton.prefill.config import BLOCK_M, PrefillConfig
-from moegraft.backends.triton.prefill.hopper_gemm import hopper_gemm_kernel
+from moegraft.backends.triton.prefill.block_groups import BlockGroups
+from moegraft.backends.triton.prefill.config import PrefillConfig
 from moegraft.backends.triton.prefill.route import Rows
 from moegraft.types import ExpertWeights
 
-#: Bits of an infinite bfloat16's exponent.
-_INFINITY = 0x7F80
-_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+#: Bytes that rows must lie on to be copied 16 bytes at a time.
+_ALIGNMENT = 16
 
 
-def _map(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], _LAYOUT)
+@dataclass(frozen=True)
+class _Operands:
+    """What one GEMM multiplies, beside what all have.
+
+    Attributes:
+        x: ``[T, K]`` by token or ``[rows, K]``.
+        weight: ``[E * rows of an expert, K]``.
+        bias: ``[E, rows of an expert]`` or None.
+        out: ``[rows, N]``.
+        s: of :mod:`.group_shrink`, with ``groups``.
+        topk_weights: for down.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    out: torch.Tensor
+    s: torch.Tensor | None
+    topk_weights: torch.Tensor | None
 
 
-def _grid(rows: Rows, tiles: int) -> tuple[int]:
-    return (min(device_facts().num_sms, rows.num_blocks * tiles),)
-
-
-def _gathered(x: torch.Tensor) -> torch.Tensor:
+def _aligned(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a copy whose rows can be read 16 bytes at a time."""
-    if x.stride(0) % 16 or x.data_ptr() % 16:  # what the compiler asks of a number is 16
+    if x.stride(0) * x.element_size() % _ALIGNMENT or x.data_ptr() % _ALIGNMENT:
         return x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+def run_shrink(
+    x: torch.Tensor, groups: BlockGroups, down: bool, rows: Rows, top_k: int, config: PrefillConfig
+) -> torch.Tensor:
+    """Return ``S`` ``[rows, sides * rank rows]`` in x's dtype, where a row has groups."""
+    projections = groups.a_groups.shape[0]
+    sides, first = (1, projections - 1) if down else (projections - 1, 0)
+    x = _aligned(x)
+    s = torch.empty(rows.num_rows, sides * groups.rank_rows, dtype=x.dtype, device=x.device)
+    spec = ShrinkSpec(rows.block_m, STAGES, not down, sides, top_k)
+    arena = groups.table.arena.data
+    p = ShrinkArguments(
+        x=x.data_ptr(), s=s.data_ptr(), arena=arena.data_ptr(), row_pair=rows.row_pair.data_ptr(),
+        block_info=rows.block_info.data_ptr(), live_blocks=rows.live_blocks.data_ptr(),
+        row_segment=groups.row_segment.data_ptr(), group_count=groups.counts[int(down)].data_ptr(),
+        a_groups=groups.a_groups[first:].data_ptr(), b_groups=groups.b_groups[first:].data_ptr(),
+        x_stride=x.stride(0) * 2, s_stride=s.stride(0) * 2, group_stride=groups.b_groups.stride(0),
+        side_bytes=groups.rank_rows * 2, max_groups=groups.max_groups, size_k=x.shape[1],
+    )  # fmt: skip
+    programs = min(device_facts().num_sms, rows.num_blocks)
+    shrink_kernel(spec, x.device.index).launch(programs, p)
+    return s
 
 
 def run_gate_up(
@@ -42,23 +79,19 @@ def run_gate_up(
     rows: Rows, top_k: int, config: PrefillConfig,
 ) -> torch.Tensor:  # fmt: skip
     """Return h ``[rows, I]``, in the order of the blocks."""
-    hidden, inter, bias = weights.hidden, weights.intermediate, weights.gate_up_bias
-    x = _gathered(x)
-    h = torch.empty(rows.num_rows, inter, dtype=weights.dtype, device=x.device)
-    constants = activation_constants(weights)
-    constants.pop("COLUMN_STEP")
-    gate, up = constants.pop("GATE_START"), constants.pop("UP_START")
-    is_gated = constants["GATED"]
-    starts = {"START0": gate, "START1": up} if is_gated else {"START0": 0, "START1": 128}
-    weight = _map(weights.gate_up.view(-1, hidden), 128, 64)
-    _launch(
-        x, weight, weight, bias, rows.row_pair, _map(h, 64, 128), h if s is None else s, groups,
-        rows, False, (hidden, inter, x.stride(0)), config,
-        {
-            "GATHER": True, "TOP_K": top_k, "WEIGHTED": False, "LORA": s is not None, **starts,
-            **constants,
-        },
+    act, columns = weights.activation, column_constants(weights)
+    gated = columns["GATED"]
+    h = torch.empty(rows.num_rows, weights.intermediate, dtype=weights.dtype, device=x.device)
+    bias = weights.gate_up_bias
+    spec = Spec(
+        rows.block_m, config.stages, gather=True, gated=gated, weighted=False,
+        lora=s is not None, top_k=top_k,
+        starts=(columns["GATE_START"], columns["UP_START"]) if gated else (0, 128),
+        kind=act.kind, alpha=act.alpha, limit=act.limit, up_shift=act.up_shift,
+        bias=None if bias is None else bias.dtype,
     )  # fmt: skip
+    weight = weights.gate_up.view(-1, weights.hidden)
+    _launch(spec, _Operands(_aligned(x), weight, bias, h, s, None), groups, rows)
     return h
 
 
@@ -67,34 +100,47 @@ def run_down(
     groups: BlockGroups | None, s: torch.Tensor | None, rows: Rows, config: PrefillConfig,
 ) -> torch.Tensor:  # fmt: skip
     """Return y ``[rows, H]``, weighted, in the order of the blocks."""
-    hidden, inter = weights.hidden, weights.intermediate
-    y = torch.empty(rows.num_rows, hidden, dtype=weights.dtype, device=h.device)
-    constants: dict[str, Any] = {
-        "GATHER": False, "TOP_K": topk_weights.shape[1], "WEIGHTED": True, "LORA": s is not None,
-        "START0": 0, "START1": 128, "GATED": False, "KIND": "silu", "ALPHA": 1.0,
-        "HAS_LIMIT": False, "LIMIT": 0.0, "UP_SHIFT": 0.0,
-    }  # fmt: skip
-    _launch(
-        h, _map(h, 128, 64), _map(weights.down.view(-1, inter), 128, 64), weights.down_bias,
-        topk_weights, _map(y, 64, 128), h if s is None else s, groups, rows, True,
-        (inter, hidden, h.stride(0)), config, constants,
+    y = torch.empty(rows.num_rows, weights.hidden, dtype=weights.dtype, device=h.device)
+    bias = weights.down_bias
+    spec = Spec(
+        rows.block_m, config.stages, gather=False, gated=False, weighted=True,
+        lora=s is not None, top_k=1, starts=(0, 128),
+        bias=None if bias is None else bias.dtype, weight=topk_weights.dtype,
     )  # fmt: skip
+    weight = weights.down.view(-1, weights.intermediate)
+    _launch(spec, _Operands(h, weight, bias, y, s, topk_weights), groups, rows)
     return y
 
 
-def _launch(
-    x: torch.Tensor, h_map: TensorDescriptor, weight_map: TensorDescriptor,
-    bias: torch.Tensor | None, topk_weights: torch.Tensor, out_map: TensorDescriptor,
-    s: torch.Tensor, groups: BlockGroups | None, rows: Rows, down: bool,
-    sizes: tuple[int, int, int], config: PrefillConfig, constants: dict[str, Any],
-) -> None:  # fmt: skip
-    """Launch one GEMM; ``sizes`` are K, N and the stride of x."""
-    assert config.block_m == BLOCK_M, "the kernel's rows of a block"
-    tiles = triton.cdiv(sizes[1], 128 if constants["GATED"] else 256)
-    operands = gemm_operands(groups, rows, down)
-    hopper_gemm_kernel[_grid(rows, tiles)](
-        x, h_map, weight_map, bias, topk_weights, out_map, s, rows.row_pair, rows.block_info,
-        rows.live_blocks, *operands.tensors, *sizes, 0 if bias is None else bias.stride(0), tiles,
-        s.stride(0), *operands.numbers, HAS_BIAS=bias is not None, STAGES=config.stages,
-        INF=_INFINITY, num_warps=4, **constants,
+def _launch(spec: Spec, call: _Operands, groups: BlockGroups | None, rows: Rows) -> None:
+    """Launch one GEMM on all blocks of rows."""
+    size_k, size_n = call.weight.shape[1], call.out.shape[1]
+    tiles = triton.cdiv(size_n, 128 if spec.gated else 256)
+    bias, weights = call.bias, call.topk_weights
+    p = Arguments(
+        x=call.x.data_ptr(), bias=0 if bias is None else bias.data_ptr(),
+        topk_weights=0 if weights is None else weights.data_ptr(),
+        row_pair=rows.row_pair.data_ptr(), block_info=rows.block_info.data_ptr(),
+        live_blocks=rows.live_blocks.data_ptr(), x_stride=call.x.stride(0) * 2, size_k=size_k,
+        size_n=size_n, weight_rows=(2 if spec.gated else 1) * size_n,
+        bias_stride=0 if bias is None else bias.stride(0), num_tiles=tiles,
     )  # fmt: skip
+    if groups is not None and call.s is not None:
+        down = spec.weighted
+        b_groups = groups.b_groups[groups.b_groups.shape[0] - 1 if down else 0 :]
+        p.s, p.s_stride = call.s.data_ptr(), call.s.stride(0) * 2
+        p.row_segment, p.group_count = (
+            groups.row_segment.data_ptr(),
+            groups.counts[int(down)].data_ptr(),
+        )
+        p.groups, p.group_stride = b_groups.data_ptr(), groups.b_groups.stride(0)
+        p.arena, p.max_groups = groups.table.arena.data.data_ptr(), groups.max_groups
+        p.side_bytes = groups.rank_rows * 2
+    w_map = tensor_map(call.weight, 128, 64)
+    x_map = tensor_map(call.x, ROW_STEP, 64)
+    out_map = tensor_map(call.out, ROW_STEP, 64)
+    programs = min(device_facts().num_sms, rows.num_blocks * tiles)
+    kernel(spec, call.x.device.index).launch(programs, w_map, x_map, out_map, p)
+
+
+assert ctypes.sizeof(Arguments) % 8 == 0

@@ -6,6 +6,8 @@ y by ``finalize``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
@@ -15,7 +17,6 @@ from moegraft.backends.triton.fused import in_pieces, prepared, run_layer
 from moegraft.backends.triton.prefill import portable
 from moegraft.backends.triton.prefill.block_groups import run_block_groups
 from moegraft.backends.triton.prefill.config import PrefillConfig, has_tensor_map, max_pairs
-from moegraft.backends.triton.prefill.group_shrink import run_group_shrink
 from moegraft.backends.triton.prefill.route import run_route
 from moegraft.backends.triton.prefill.token_order import token_order
 from moegraft.call import LayerCall
@@ -43,21 +44,26 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
     if not x.shape[0]:
         return out
     top_k, hidden = call.topk_ids.shape[1], weights.hidden
-    gemms = portable
+    gemms: Any = portable
     if config.hopper and (table is None or table.arena.data.dtype == weights.dtype):
-        from moegraft.backends.triton.prefill import hopper as gemms  # type: ignore[no-redef]
+        from moegraft.backends.triton.prefill import hopper as gemms
+    elif config.hopper:
+        config = PrefillConfig()
     # A table that only ever held empty slots has no ranks to make groups of.
     slots = call.slots if call.lora and table is not None and table.max_rank else None
     order = groups = s = None
     if slots is not None and table is not None:
         order = token_order(slots, table.num_slots)
-    rows = run_route(call.topk_ids, order, weights.num_experts, config.block_m, call.expert_offset)
+    rows = run_route(
+        call.topk_ids, order, weights.num_experts, config.block_m, call.expert_offset,
+        config.row_step,
+    )  # fmt: skip
     if slots is not None and table is not None:
         groups = run_block_groups(table, slots.slots, rows, top_k, config.block_m)
-        s = run_group_shrink(x, groups, False, rows, top_k, config)
+        s = gemms.run_shrink(x, groups, False, rows, top_k, config)
     h = gemms.run_gate_up(x, weights, groups, s, rows, top_k, config)
     if groups is not None:
-        s = run_group_shrink(h, groups, True, rows, top_k, config)
+        s = gemms.run_shrink(h, groups, True, rows, top_k, config)
     y = gemms.run_down(h, call.topk_weights, weights, groups, s, rows, config)
     block = min(256, triton.next_power_of_2(hidden))
     finalize_kernel[(out.shape[0], triton.cdiv(hidden, block))](

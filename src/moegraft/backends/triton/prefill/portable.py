@@ -11,9 +11,14 @@ from moegraft.backends.triton.prefill.block_groups import BlockGroups, gemm_oper
 from moegraft.backends.triton.prefill.config import PrefillConfig
 from moegraft.backends.triton.prefill.down import prefill_down_kernel
 from moegraft.backends.triton.prefill.gate_up import prefill_gate_up_kernel
+from moegraft.backends.triton.prefill.group_shrink import run_group_shrink
 from moegraft.backends.triton.prefill.route import Rows
 from moegraft.backends.triton.workspace import y_dtype
 from moegraft.types import ExpertWeights
+
+
+#: The stages have the same names as in :mod:`.hopper`.
+run_shrink = run_group_shrink
 
 
 def run_gate_up(

@@ -108,6 +108,7 @@ def route_place_kernel(
     CHUNK: tl.constexpr,
     HAS_ORDER: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ROW_STEP: tl.constexpr,  # an expert's blocks have as many rows each, to a multiple of this
 ):
     """See the top of the file."""
     chunk = tl.program_id(0)
@@ -115,6 +116,8 @@ def route_place_kernel(
     totals = tl.where(e < NUM_EXPERTS, tl.load(totals_ptr + e), 0)
     blocks = (totals + BLOCK_M - 1) // BLOCK_M
     first = tl.cumsum(blocks, 0) - blocks
+    steps = tl.maximum(blocks, 1) * ROW_STEP
+    block_rows = (totals + steps - 1) // steps * ROW_STEP
     if chunk >= num_chunks:
         # Blocks with rows come first; the others have 0.
         if chunk == num_chunks:
@@ -123,7 +126,7 @@ def route_place_kernel(
         last = tl.where(e <= NUM_EXPERTS, last, first)
         most = tl.max(last - first, 0)
         for c in range(chunk - num_chunks, most, tl.num_programs(0) - num_chunks):
-            rows = tl.minimum(tl.maximum(totals - c * BLOCK_M, 0), BLOCK_M)
+            rows = tl.minimum(tl.maximum(totals - c * block_rows, 0), block_rows)
             tl.store(block_info_ptr + first + c, e * 256 + rows, mask=first + c < last)
         return
     place = tl.arange(0, CHUNK)
@@ -141,8 +144,9 @@ def route_place_kernel(
     pair = token * TOP_K + i % TOP_K
     at = chunk * BINS + expert
     index = place - tl.load(starts_ptr + at) + tl.load(counts_ptr + at)
-    block = tl.gather(first, expert, 0) + index // BLOCK_M
-    row = block * BLOCK_M + index % BLOCK_M
+    rows = tl.maximum(tl.gather(block_rows, expert, 0), 1)
+    block = tl.gather(first, expert, 0) + index // rows
+    row = block * BLOCK_M + index % rows
     local = in_range & (expert < NUM_EXPERTS)
     tl.store(row_pair_ptr + row, pair, mask=local)
     tl.store(pair_row_ptr + pair, tl.where(local, row, -1), mask=in_range)
@@ -153,11 +157,13 @@ class Rows:
     """What route writes; see :class:`moegraft.backends.triton.workspace.RouteBuffers`.
 
     Attributes:
+        block_m: rows that a block has room for.
         num_blocks: blocks that there is room for; those with rows come first.
         num_rows: rows of all blocks, the length of buffers in their order.
         live_blocks: int32 ``[1]``, how many blocks have rows.
     """
 
+    block_m: int
     num_blocks: int
     num_rows: int
     row_pair: torch.Tensor
@@ -172,8 +178,19 @@ def run_route(
     num_experts: int,
     block_m: int,
     expert_offset: int = 0,
+    row_step: int | None = None,
 ) -> Rows:
-    """Sort the pairs by expert, in three launches."""
+    """Sort the pairs by expert, in three launches.
+
+    Args:
+        topk_ids: ``[T, K]``.
+        order: tokens in the order of their slots; None = as they are.
+        num_experts: of this rank.
+        block_m: rows that a block has room for.
+        expert_offset: the first expert of this rank.
+        row_step: share an expert's rows among its blocks, to a multiple of this; None = fill one
+            block after the other.
+    """
     pairs, device = topk_ids.numel(), topk_ids.device
     chunks, bins = triton.cdiv(pairs, CHUNK), triton.next_power_of_2(num_experts + 1)
     blocks = num_experts + pairs // block_m
@@ -183,7 +200,7 @@ def run_route(
 
     info = ints(blocks + 1)
     rows = Rows(
-        blocks, blocks * block_m, ints(blocks * block_m), ints(pairs), info[:blocks],
+        block_m, blocks, blocks * block_m, ints(blocks * block_m), ints(pairs), info[:blocks],
         info[blocks:],
     )  # fmt: skip
     counts, starts, totals = ints(chunks, bins), ints(chunks, bins), ints(bins)
@@ -201,6 +218,7 @@ def run_route(
     )  # fmt: skip
     route_place_kernel[(chunks + BLOCK_PROGRAMS,)](
         topk_ids, places, counts, starts, totals, rows.row_pair, rows.pair_row, rows.block_info,
-        pairs, expert_offset, chunks, blocks, **constants, BLOCK_M=block_m, num_warps=4,
+        pairs, expert_offset, chunks, blocks, **constants, BLOCK_M=block_m,
+        ROW_STEP=row_step or block_m, num_warps=4,
     )  # fmt: skip
     return rows

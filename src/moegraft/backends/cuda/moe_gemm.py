@@ -1,0 +1,103 @@
+"""``moe_gemm`` of ``source/moe_gemm.cu``: its specialisations, and how it is launched."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from moegraft.backends.cuda.compiler import cubin
+from moegraft.backends.cuda.driver import Kernel
+from moegraft.backends.cuda.products import SOURCE, base_options, headers
+
+#: Numbers of activations and dtypes in the source.
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+#: Three warp groups: two multiply, one loads.
+THREADS = 384
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One specialisation; the macros of the source, in lower case.
+
+    Attributes:
+        block_m: rows of a block at most, a multiple of 16, at most 192.
+        stages: K steps in flight.
+        bias, weight: dtypes, None = none.
+    """
+
+    block_m: int
+    stages: int
+    gather: bool
+    gated: bool
+    weighted: bool
+    lora: bool
+    top_k: int
+    starts: tuple[int, int]
+    kind: str = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    up_shift: float = 0.0
+    bias: torch.dtype | None = None
+    weight: torch.dtype = torch.float32
+
+    def options(self) -> list[str]:
+        """Return the compiler's options."""
+        macros: dict[str, object] = {
+            "STAGES": self.stages, "GATHER": int(self.gather), "GATED": int(self.gated),
+            "WEIGHTED": int(self.weighted), "LORA": int(self.lora), "TOP_K": self.top_k,
+            "START0": self.starts[0], "START1": self.starts[1], "KIND": KINDS[self.kind],
+            "ALPHA": _float(self.alpha), "HAS_LIMIT": int(self.limit is not None),
+            "LIMIT": _float(self.limit or 0.0), "UP_SHIFT": _float(self.up_shift),
+            "BIAS": DTYPES[self.bias] if self.bias else 0, "WEIGHT": DTYPES[self.weight],
+        }  # fmt: skip
+        return base_options(self.block_m, macros)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, as the source lays it out, and room to align it."""
+        stage = 256 * 128 + self.block_m * 128
+        part = (self.block_m // 16 + 1) // 2 * 16 * 128
+        scales_and_marks, meta = 6 * self.block_m * 4, 2 * (2 * self.block_m * 4 + 512)
+        barriers, alignment = 16 * self.stages + 16, 1024
+        fixed = 4 * part + scales_and_marks + meta + barriers + alignment
+        return self.stages * stage + fixed
+
+
+def _float(value: float) -> str:
+    return f"{float(value)!r}f"
+
+
+class Arguments(ctypes.Structure):
+    """The source's structure of the same name."""
+
+    _fields_ = (
+        ("x", c_void_p), ("bias", c_void_p), ("topk_weights", c_void_p), ("row_pair", c_void_p),
+        ("block_info", c_void_p), ("live_blocks", c_void_p), ("s", c_void_p),
+        ("row_segment", c_void_p), ("group_count", c_void_p), ("groups", c_void_p),
+        ("arena", c_void_p), ("x_stride", c_int64), ("s_stride", c_int64),
+        ("group_stride", c_int64), ("side_bytes", c_int), ("max_groups", c_int),
+        ("size_k", c_int), ("size_n", c_int), ("weight_rows", c_int), ("bias_stride", c_int),
+        ("num_tiles", c_int),
+    )  # fmt: skip
+
+
+def sources(spec: Spec) -> tuple[str, dict[str, str]]:
+    """Return the source of a specialisation and its headers."""
+    return (SOURCE / "moe_gemm.cu").read_text(), headers(spec.block_m)
+
+
+@cache
+def kernel(spec: Spec, device: int) -> Kernel:
+    """Return a specialisation on a GPU, compiled now unless it was before.
+
+    Raises:
+        CompileError, DriverError: it can't be had.
+    """
+    code = cubin(*sources(spec), spec.options())
+    return Kernel(code, "moe_gemm", spec.shared_bytes, THREADS)

@@ -1,0 +1,47 @@
+"""What the sources of the matrix kernels share: options, and the matrix instruction per size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "source"
+#: Rows of a block are computed in steps of this many.
+ROW_STEP = 16
+
+
+def base_options(block_m: int, macros: Mapping[str, object]) -> list[str]:
+    """Return the compiler's options for blocks of up to ``block_m`` rows, with these macros."""
+    cases = " ".join(f"CASE({i + 1})" for i in range(block_m // ROW_STEP))
+    defines = {"BLOCK_M": block_m, "CASES": cases, **macros}
+    return [
+        "--gpu-architecture=sm_90a", "--std=c++17", "-default-device",
+        *(f"-D{name}={value}" for name, value in defines.items()),
+    ]  # fmt: skip
+
+
+@cache
+def headers(block_m: int) -> dict[str, str]:
+    """Return the headers of the sources by name."""
+    sizes = range(ROW_STEP, block_m + 1, ROW_STEP)
+    return {
+        "hopper.h": (SOURCE / "hopper.h").read_text(),
+        "product.h": "#pragma once\n" + "".join(_product(n, t) for n in sizes for t in (0, 1)),
+    }
+
+
+def _product(n: int, transposed: int) -> str:
+    """Return the matrix instruction for ``n`` rows of a block; see ``hopper.h``."""
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    name = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16"
+    last = f"%{count}, %{count + 1}, 1, 1, 1, {transposed}, 0;"
+    return (
+        f"template <> struct Product<{n}, {transposed}> {{\n"
+        f"    static DEVICE void run(float (&d)[{count}], u64 a, u64 b) {{\n"
+        f'        asm volatile("{name} {{{registers}}}, {last}"\n'
+        f'                     : {operands} : "l"(a), "l"(b));\n'
+        "    }\n};\n"
+    )
