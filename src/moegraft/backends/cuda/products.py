@@ -26,7 +26,7 @@ def headers(block_m: int) -> dict[str, str]:
     """Return the headers of the sources by name."""
     sizes = range(ROW_STEP, block_m + 1, ROW_STEP)
     return {
-        "hopper.h": (SOURCE / "hopper.h").read_text(),
+        **{path.name: path.read_text() for path in sorted(SOURCE.glob("*.h"))},
         "product.h": "#pragma once\n" + "".join(_product(n, t) for n in sizes for t in (0, 1)),
     }
 

@@ -205,12 +205,6 @@ DEVICE void load_all(const Arguments &p, u32 base, int t) {
 
 // ---- multiplying ----
 
-DEVICE u32 pair_of(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
 // Rows are the left operand here, N rank rows the right one.
 template <int N>
 DEVICE void run_part(const Arguments &p, Stage &stage, u32 part, int group, int t, int block) {

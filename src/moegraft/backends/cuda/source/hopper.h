@@ -179,6 +179,13 @@ DEVICE void store_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
                  : "memory");
 }
 
+// Two floats, rounded to bfloat16.
+DEVICE u32 pair_of(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
 // ---- products ----
 
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

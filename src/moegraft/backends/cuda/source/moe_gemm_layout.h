@@ -1,0 +1,70 @@
+// What moe_gemm is given, and how its shared memory is laid out; see moe_gemm.cu.
+#pragma once
+#include "hopper.h"
+
+struct Arguments {
+    const char *x;           // [T, K] by token, 16 byte rows
+    const void *bias;        // [E, rows of the weights of an expert]
+    const void *topk_weights;// [P]
+    const int *row_pair;     // [blocks * BLOCK_M]
+    const int *block_info;   // [blocks] expert * 256 + rows
+    const int *live_blocks;  // [1]
+    const char *s;           // [blocks * BLOCK_M, sides * rank rows]
+    const int *row_segment;  // [blocks * BLOCK_M]
+    const int *group_count;  // [blocks]
+    const i64 *groups;       // [sides, blocks, max_groups, 4]: see block_groups.py
+    const u16 *arena;
+    i64 x_stride;            // bytes
+    i64 s_stride;            // bytes
+    i64 group_stride;        // words between two sides
+    int side_bytes;          // of S, between two sides
+    int max_groups;
+    int size_k;
+    int size_n;              // columns of the output
+    int weight_rows;         // of an expert
+    int bias_stride;
+    int num_tiles;           // per block
+};
+
+constexpr int W_BYTES = 256 * 128, X_BYTES = BLOCK_M * 128, STAGE_BYTES = W_BYTES + X_BYTES;
+// Half of a block's rows at a time are on their way out.
+constexpr int PART_BYTES = (BLOCK_M / 16 + 1) / 2 * 16 * 128, OUT_BYTES = 2 * PART_BYTES;
+// Routing weights of the last few blocks: those who load are never further ahead.
+constexpr int SCALES = 4;
+constexpr int OUT_AT = STAGES * STAGE_BYTES, SCALES_AT = OUT_AT + 2 * OUT_BYTES;
+constexpr int MARKS_AT = SCALES_AT + SCALES * BLOCK_M * 4;
+// What an item needs to know of its block, copied one item ahead: pairs, segments, a few groups.
+constexpr int META_GROUPS = 8, SEGMENTS_AT = BLOCK_M * 4, WORDS_AT = 2 * BLOCK_M * 4;
+constexpr int META_BYTES = WORDS_AT + 2 * META_GROUPS * 32;
+constexpr int META_AT = MARKS_AT + 2 * BLOCK_M * 4, BARRIERS_AT = META_AT + 2 * META_BYTES;
+constexpr int SIDES = GATED ? 2 : 1;
+constexpr int TILE_COLUMNS = GATED ? 128 : 256;
+// Groups of 16 rank rows in one stage.
+constexpr int STAGE_GROUPS = 4 / SIDES;
+constexpr int LOADERS = 128;
+
+DEVICE float as_float(const void *values, i64 i, int type) {
+    if (type == 1) return ((const float *)values)[i];
+    u16 half = ((const u16 *)values)[i];
+    if (type == 2) return __uint_as_float((u32)half << 16);
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+}
+
+// Stages go round; the parity of their barriers changes with each round.
+struct Stage {
+    u32 base;
+    int index = 0;
+    u32 parity = 0;
+    DEVICE u32 full() const { return base + BARRIERS_AT + 8 * index; }
+    DEVICE u32 empty() const { return base + BARRIERS_AT + 8 * (STAGES + index); }
+    DEVICE u32 weights() const { return base + index * STAGE_BYTES; }
+    DEVICE u32 rows() const { return weights() + W_BYTES; }
+    DEVICE void next() {
+        if (++index == STAGES) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+};
