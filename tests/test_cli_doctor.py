@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moegraft._version import __version__
-from moegraft.cli import doctor, main
+from moegraft.backends.cuda import compiler
+from moegraft.cli import doctor, machine, main
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,3 +71,25 @@ def test_doctor_knows_old_and_missing_packages() -> None:
     ):
         assert part in text
     assert all(found.values())
+
+
+@pytest.mark.parametrize("why_not", [None, "There is no NVRTC (libnvrtc.so.13 or .12) here."])
+def test_doctor_says_whether_a_hopper_has_its_prefill_kernels(
+    why_not: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = {"name": "NVIDIA H200", "index": 0, "memory_bytes": 2**37, "capability": "9.0"}
+    monkeypatch.setattr(machine, "cuda_devices", lambda: [gpu])
+    monkeypatch.setattr(doctor, "_plans", lambda devices: [])
+    monkeypatch.setattr(compiler, "why_no_compiler", lambda: why_not)
+    monkeypatch.setattr(compiler, "compiler_version", lambda: (13, 0))
+    assert main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["cuda_compiler"]["nvrtc"] == (None if why_not else "13.0")
+    problems = " ".join(entry["problem"] for entry in document["problems"])
+    assert ("no compiled prefill kernels (There is no NVRTC" in problems) == bool(why_not)
+    assert main(["doctor"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"compiled prefill kernels: {'none' if why_not else 'NVRTC 13.0'}" in text
+    monkeypatch.setattr(machine, "cuda_devices", lambda: [{**gpu, "capability": "10.0"}])
+    assert main(["doctor"]) == 0
+    assert "prefill kernels" not in capsys.readouterr().out, "these are Hopper's alone"

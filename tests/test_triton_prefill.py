@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -12,22 +11,19 @@ import torch
 pytest.importorskip("triton")
 
 from moegraft.backends.triton.config import FusedConfig, GemmConfig
-from moegraft.backends.triton.device import INTERPRETER, is_interpreted
+from moegraft.backends.triton.device import is_interpreted
 from moegraft.backends.triton.prefill import layer as prefill_layer
 from moegraft.backends.triton.prefill import route as prefill_route
 from moegraft.backends.triton.prefill.config import (
-    GLUON_OF,
     MAX_BYTES,
     PrefillConfig,
     has_tensor_map,
     max_pairs,
-    prefill_config,
 )
 from moegraft.backends.triton.prefill.layer import run_prefill
 from moegraft.backends.triton.workspace import max_blocks
 from moegraft.call import LayerCall
 from moegraft.factor_table import SiteTable, site_table
-from moegraft.problem import Problem
 from moegraft.sites import expert_site
 from moegraft.testing import layer_case, random_factors
 from moegraft.testing.cases import LayerCase
@@ -41,7 +37,7 @@ if not is_interpreted():
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 48, 40
 TILE = GemmConfig(32, 16, 4, 2)
 SHRINK = GemmConfig(16, 16, 4, 2)
-CONFIG = PrefillConfig(32, 16, TILE, TILE, SHRINK, SHRINK)
+CONFIG = PrefillConfig(32, tail_m=16, gate_up=TILE, down=TILE, shrink=SHRINK, wide_shrink=SHRINK)
 OTHER = FusedConfig(
     16, GemmConfig(32, 32, 4, 3), GemmConfig(32, 32, 4, 3), GemmConfig(64, 64, 4, 2)
 )
@@ -110,6 +106,10 @@ def check(case: LayerCase, config: PrefillConfig = CONFIG) -> None:
 def test_layouts_and_mixed_adapters_match_the_reference(order: str, wide: bool) -> None:
     layout = WeightLayout(order)  # type: ignore[arg-type]
     check(make(20, layout, adapters=adapters(layout, wide)))
+
+
+def test_experts_that_share_their_rows_among_blocks_match_the_reference() -> None:
+    check(make(30, minus_ones=0.0), replace(CONFIG, row_step=16))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 25])
@@ -190,46 +190,62 @@ def test_weights_that_no_tensor_map_reads_take_the_other_kernels(layout: WeightL
     check(case)
 
 
-def test_route_sorts_by_expert_then_slot_over_several_chunks() -> None:
-    tokens, top_k, experts, block_m = 700, 4, 7, 32
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(-1, experts + 2, (tokens, top_k), generator=generator)
-    order = torch.randperm(tokens, generator=generator)
-    rows = prefill_route.run_route(ids, order, experts, block_m, 1)
-    assert rows.num_blocks == max_blocks(tokens * top_k, experts, block_m)
+def routed(
+    counts: list[int], top_k: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids ``[T, K]`` that give each expert as many pairs, in any order, and an order."""
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    ids = torch.cat([ids, torch.full((-len(ids) % top_k,), -1)])
+    ids = ids[torch.randperm(len(ids), generator=generator)].view(-1, top_k)
+    return ids, torch.randperm(len(ids), generator=generator)
+
+
+#: Pairs of experts 0, 1, ...: none, one block or less, just above a block, many blocks.
+COUNTS = [70, 0, 1, 16, 17, 191, 192, 193, 385, 577, 700, 0, 2113, 5]
+
+
+@pytest.mark.parametrize(("block_m", "row_step"), [(32, None), (32, 16), (192, 16)])
+def test_route_sorts_by_expert_then_slot_over_several_chunks(
+    block_m: int, row_step: int | None
+) -> None:
+    """Experts 1 to 11 are this rank's; 0 and those behind have pairs that are of other ranks."""
+    top_k, experts = 4, 12
+    ids, order = routed(COUNTS, top_k, torch.Generator().manual_seed(0))
+    with poisoned_empty(integers=True):
+        rows = prefill_route.run_route(ids, order, experts, block_m, 1, row_step)
+    assert rows.block_m == block_m and ids.numel() > 4 * prefill_route.CHUNK
+    assert rows.num_blocks == max_blocks(ids.numel(), experts, block_m)
     local = ids.flatten() - 1
-    places = torch.empty(tokens, dtype=torch.int64)
-    places[order] = torch.arange(tokens)
+    places = torch.empty(len(ids), dtype=torch.int64)
+    places[order] = torch.arange(len(ids))
     wanted = {
         e: sorted(
             (int(places[p // top_k]), p % top_k, int(p)) for p in (local == e).nonzero().flatten()
         )
         for e in range(experts)
     }
-    found: dict[int, list[int]] = {e: [] for e in range(experts)}
+    found: dict[int, list[list[int]]] = {e: [] for e in range(experts)}
     assert rows.live_blocks.item() == int((rows.block_info % 256 > 0).sum())
     for block, info in enumerate(rows.block_info.tolist()):
         expert, count = info // 256, info % 256
         assert (count > 0) == (block < rows.live_blocks.item()), "blocks with rows come first"
+        assert count <= block_m
         pairs = rows.row_pair[block * block_m : block * block_m + count].tolist()
         if count:
-            assert len(found[expert]) % block_m == 0, "only an expert's last block is not full"
-            found[expert] += pairs
+            found[expert].append(pairs)
         for i, pair in enumerate(pairs):
             assert rows.pair_row[pair] == block * block_m + i
-    assert found == {e: [pair for *_, pair in wanted[e]] for e in wanted}
+    for expert, blocks in found.items():
+        assert [p for pairs in blocks for p in pairs] == [p for *_, p in wanted[expert]]
+        assert len(blocks) == -(-len(wanted[expert]) // block_m), "no more blocks than needed"
+        share = len(blocks[0]) if len(blocks) > 1 else 0
+        assert share % (row_step or block_m) == 0, "whole steps"
+        assert {len(pairs) for pairs in blocks[:-1]} <= {share}, "only the last one has fewer"
+        if row_step and blocks:
+            most = -(-len(wanted[expert]) // len(blocks) // row_step) * row_step
+            assert max(map(len, blocks)) <= max(most, row_step), "as equal as steps allow"
     outside = (local < 0) | (local >= experts)
     assert bool((rows.pair_row[outside] == -1).all())
-
-
-def test_the_plan_takes_it_for_many_rows_of_16_bits_only() -> None:
-    many = Problem.of(make(1).weights, 1, 1)
-    many = replace(many, num_tokens=4096, top_k=8, num_experts=128, dtype="bfloat16")
-    assert prefill_config(many, INTERPRETER) is not None
-    assert prefill_config(replace(many, num_tokens=1024), INTERPRETER) is None
-    assert prefill_config(replace(many, dtype="float32"), INTERPRETER) is None
-    assert prefill_config(many, replace(INTERPRETER, capability=80)) is None
-    assert prefill_config(many, replace(INTERPRETER, shared_memory=101_376)) is None
 
 
 def test_work_buffers_are_bounded() -> None:
@@ -259,22 +275,3 @@ def call_with(case: LayerCase, table: SiteTable) -> torch.Tensor:
         case.slots(), case.expert_offset, case.scale,
     )  # fmt: skip
     return run_prefill(call, CONFIG, OTHER)
-
-
-@pytest.mark.skipif(not version("triton").startswith(GLUON_OF), reason="another Gluon")
-def test_hopper_gemms_run_whole_tiles_of_bfloat16_on_hopper_alone() -> None:
-    case = make(1)
-    problem = replace(
-        Problem.of(case.weights, 1024, 8), num_experts=128, dtype="bfloat16", hidden=2048,
-        intermediate=768,
-    )  # fmt: skip
-    h200 = replace(INTERPRETER, interpreted=False)
-    found = prefill_config(problem, h200)
-    assert found is not None and found.hopper, "64 rows per expert are enough for these"
-    assert prefill_config(replace(problem, num_tokens=512), h200) is None
-    many = replace(problem, num_tokens=4096)
-    for other in (replace(many, dtype="float16"), replace(many, intermediate=704)):
-        found = prefill_config(other, h200)
-        assert found is not None and not found.hopper
-    found = prefill_config(many, replace(h200, capability=100))
-    assert found is not None and not found.hopper, "no wgmma on Blackwell"

@@ -23,7 +23,7 @@ from moegraft.types import TokenSlots
 if not is_interpreted():
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, BLOCK_M = 4, 64, 48, 2, 32
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 64, 48, 2
 KINDS = ("separate", "fused", "shared_outer")
 
 
@@ -37,13 +37,17 @@ def make_table(ranks: list[int]) -> SiteTable:
     return site_table(site, adapters, torch.float32)
 
 
-@pytest.mark.parametrize("part_rows", [16, 32])
+@pytest.mark.parametrize(
+    ("block_m", "part_rows", "row_step"),
+    [(32, 16, None), (32, 32, None), (192, 64, 16)],
+)
 @pytest.mark.parametrize("down", [False, True], ids=["gate_up", "down"])
 @pytest.mark.parametrize("ranks", [[16, 3, 40, 20], [4] * 9])
 def test_each_row_is_shrunk_by_its_own_adapter(
-    ranks: list[int], down: bool, part_rows: int
+    ranks: list[int], down: bool, block_m: int, part_rows: int, row_step: int | None
 ) -> None:
-    tokens = 70
+    """Blocks of 192 rows are no power of two."""
+    tokens = 70 if block_m < 192 else 420
     table = make_table(ranks)
     generator = torch.Generator().manual_seed(0)
     ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K, 1).indices.to(torch.int32)
@@ -51,11 +55,11 @@ def test_each_row_is_shrunk_by_its_own_adapter(
     slots = TokenSlots.of(each, "cpu")
     x = torch.randn(tokens, HIDDEN, generator=generator)
     tile = GemmConfig(part_rows, 32, 4, 1)
-    config = PrefillConfig(block_m=BLOCK_M, shrink=tile, wide_shrink=tile)
+    config = PrefillConfig(block_m=block_m, shrink=tile, wide_shrink=tile)
     with poisoned_empty():
         order = token_order(slots, table.num_slots)
-        rows = run_route(ids, order, EXPERTS, BLOCK_M)
-        groups = run_block_groups(table, slots.slots, rows, TOP_K, BLOCK_M)
+        rows = run_route(ids, order, EXPERTS, block_m, row_step=row_step)
+        groups = run_block_groups(table, slots.slots, rows, TOP_K, block_m)
         h = torch.randn(rows.num_rows, INTERMEDIATE, generator=generator)
         given = h if down else x
         s = run_group_shrink(given, groups, down, rows, TOP_K, config)
@@ -63,7 +67,7 @@ def test_each_row_is_shrunk_by_its_own_adapter(
     for block in range(int(rows.live_blocks)):
         expert, count = divmod(int(rows.block_info[block]), 256)
         used: dict[int, None] = {}
-        for row in range(block * BLOCK_M, block * BLOCK_M + count):
+        for row in range(block * block_m, block * block_m + count):
             token = int(rows.row_pair[row]) // TOP_K
             assert ids[token].eq(expert).any()
             if each[token] < 0:

@@ -19,6 +19,8 @@ from moegraft.errors import MoegraftError
 _LAYER: dict[str, Any] = {"top_k": 8, "num_experts": 128, "hidden": 2048, "intermediate": 768}
 _PHASES = {"decode": 8, "prefill": 512}
 _DTYPES = ("bfloat16", "float32")
+#: Compute capability of the GPUs that have prefill kernels of their own.
+_HOPPER = "9.0"
 
 
 def doctor(
@@ -32,6 +34,7 @@ def doctor(
             "versions": machine.versions(),
             "cpu": machine.cpu(),
             "cuda": machine.cuda_devices(),
+            "cuda_compiler": machine.cuda_compiler(),
         }
         document["plans"] = _plans(["cpu", *(["cuda"] if document["cuda"] else [])])
     document["problems"] = find_problems(document)
@@ -104,6 +107,14 @@ def find_problems(document: dict[str, Any]) -> list[dict[str, str]]:
         )
     if cuda and versions["triton"] is None:
         add("triton is not installed: no GPU kernels", "pip install triton")
+    hoppers = [gpu for gpu in cuda if gpu.get("capability") == _HOPPER]
+    if hoppers and document["cuda_compiler"]["nvrtc"] is None:
+        add(
+            f"no compiled prefill kernels ({document['cuda_compiler']['why_not'].rstrip('.')}): "
+            "long prompts run on the portable Triton kernels, which is slower on "
+            f"{hoppers[0]['name']}",
+            "install a CUDA build of torch, or pip install nvidia-cuda-nvrtc",
+        )
     kernels = cpu["compiled_kernels"]
     if kernels["instructions"] is None:
         setting, compiler = os.environ.get("MOEGRAFT_COMPILE"), os.environ.get("CXX")
@@ -154,9 +165,12 @@ def _render(console: Console, document: dict[str, Any]) -> None:
         f"cpu: {cpu['name']}; {cpu['cores']} cores, {cpu['torch_threads']} threads; {features}; "
         f"compiled kernels: {cpu['compiled_kernels']['instructions'] or 'none'}"
     ]
+    nvrtc = document["cuda_compiler"]["nvrtc"]
+    compiler = f"NVRTC {nvrtc}" if nvrtc else "none, Triton's run"
     devices += [
         f"cuda:{gpu['index']}: {gpu['name']}; {gpu['memory_bytes'] / 2**30:.1f} GiB; capability "
         f"{gpu['capability']}"
+        + (f"; compiled prefill kernels: {compiler}" if gpu["capability"] == _HOPPER else "")
         for gpu in document["cuda"]
     ] or ["cuda: none"]
     lines(console, devices)

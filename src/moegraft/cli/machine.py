@@ -78,6 +78,16 @@ def _compiled_kernels() -> dict[str, str | None]:
     return {"instructions": library.instructions.name, "why_not": None}
 
 
+def cuda_compiler() -> dict[str, str | None]:
+    """Return the version of NVRTC, which compiles the prefill kernels of Hopper, or why not."""
+    from moegraft.backends.cuda.compiler import compiler_version, why_no_compiler
+
+    why_not = why_no_compiler()
+    if why_not is not None:
+        return {"nvrtc": None, "why_not": why_not}
+    return {"nvrtc": ".".join(map(str, compiler_version())), "why_not": None}
+
+
 def cuda_devices() -> list[dict[str, Any]]:
     """Return the CUDA devices that torch sees."""
     import torch

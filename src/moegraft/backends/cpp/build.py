@@ -12,7 +12,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
@@ -20,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from moegraft.backends.cpp.instructions import InstructionSet
+from moegraft.build_cache import CacheError, check_owner, own_folder
 from moegraft.env import logger
 from moegraft.errors import MoegraftError
 
@@ -49,12 +49,6 @@ def compiler() -> list[str]:
     raise BuildError(where)
 
 
-def cache_folder() -> Path:
-    """Return the folder of built libraries: ``XDG_CACHE_HOME``, else ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "moegraft" / "cpp"
-
-
 @cache
 def library_path(instructions: InstructionSet) -> Path:
     """Return the built library, which is compiled now unless the cache has it.
@@ -66,17 +60,19 @@ def library_path(instructions: InstructionSet) -> Path:
         raise BuildError(f"not tried on {platform.system()}")
     try:
         return _built(instructions)
+    except CacheError as error:
+        raise BuildError(str(error)) from error
     except (OSError, ValueError) as error:  # a full or read-only disk, a CXX that is no command
         raise BuildError(f"it can't be built: {error}") from error
 
 
 def _built(instructions: InstructionSet) -> Path:
     command = [*compiler(), *FLAGS, *instructions.flags]
-    folder = _own_folder()
+    folder = own_folder("cpp")
     target = folder / f"moegraft-{instructions.name}-{_fingerprint(command)}.so"
     if not _is_whole(target):
         _compile(command, target)
-    _check_owner(target)
+    check_owner(target)
     return target
 
 
@@ -92,24 +88,6 @@ def _is_whole(library: Path) -> bool:
         return hashlib.sha256(library.read_bytes()).hexdigest() == wanted
     except (OSError, UnicodeDecodeError):
         return False
-
-
-def _own_folder() -> Path:
-    """Make the cache; BuildError unless it is a folder that only this user writes to."""
-    try:
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except (OSError, RuntimeError) as error:
-        raise BuildError(f"no cache can be made: {error}") from error
-    _check_owner(folder)
-    return folder
-
-
-def _check_owner(path: Path) -> None:
-    """Code is loaded from here: nobody else may have put it there."""
-    found = path.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise BuildError(f"{path} belongs to another user or others may write to it")
 
 
 def _fingerprint(command: list[str]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import triton
 
-from moegraft.backends.cuda.compiler import has_compiler
+from moegraft.backends.cuda.compiler import why_no_compiler
 from moegraft.backends.triton.config import GemmConfig
 from moegraft.backends.triton.device import DeviceFacts
 from moegraft.backends.triton.workspace import y_dtype
@@ -78,12 +78,18 @@ def prefill_config(problem: Problem, device: DeviceFacts) -> PrefillConfig | Non
 
 
 def can_run_hopper(problem: Problem, device: DeviceFacts) -> bool:
-    """True when the Hopper GEMMs run a layer: bfloat16, and sizes of whole tiles."""
-    if device.capability != 90 or device.interpreted or problem.dtype != "bfloat16":
-        return False
-    if not has_compiler():
-        return False
-    return problem.hidden % 128 == 0 and problem.intermediate % 128 == 0
+    """True when the Hopper GEMMs run a layer."""
+    return device.capability == 90 and not device.interpreted and why_portable(problem) is None
+
+
+def why_portable(problem: Problem) -> str | None:
+    """Return why the Hopper GEMMs can't run a layer on a Hopper; None when they can."""
+    hidden, inter = problem.hidden, problem.intermediate
+    if problem.dtype != "bfloat16":
+        return f"the Hopper GEMMs take bfloat16, not {problem.dtype}"
+    if hidden % 128 or inter % 128:
+        return f"the Hopper GEMMs take multiples of 128, not H={hidden} and I={inter}"
+    return why_no_compiler()
 
 
 def most_groups(table: SiteTable, block_m: int) -> int:

@@ -16,7 +16,6 @@ from moegraft.backends.triton.prefill.route import Rows
 from moegraft.backends.triton.workspace import y_dtype
 from moegraft.types import ExpertWeights
 
-
 #: The stages have the same names as in :mod:`.hopper`.
 run_shrink = run_group_shrink
 
