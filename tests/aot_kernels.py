@@ -26,7 +26,6 @@ from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kerne
 from moegraft.backends.triton.pair_activation import add_delta_kernel, pair_activation_kernel
 from moegraft.backends.triton.pairs import number_rows_kernel, unpack_kernel
 from moegraft.backends.triton.prefill.block_groups import block_groups_kernel
-from moegraft.backends.triton.prefill.config import GLUON_OF
 from moegraft.backends.triton.prefill.down import prefill_down_kernel
 from moegraft.backends.triton.prefill.gate_up import prefill_gate_up_kernel
 from moegraft.backends.triton.prefill.group_shrink import group_shrink_kernel
@@ -241,53 +240,21 @@ def prefill(capability: int) -> None:
         BLOCK_K=64, PASS=8, SHARES=2, GROUPS=2048, BY_TOKEN=True, EVEN_K=False,
     )  # fmt: skip
     for slots in (1, 8, 128):
-        compile_kernel(block_groups_kernel, capability, SLOTS=slots, BLOCK_M=128, num_warps=1)
+        for block_m, padded in ((128, 128), (192, 256)):
+            compile_kernel(
+                block_groups_kernel, capability, SLOTS=slots, BLOCK_M=block_m, ROWS=padded,
+                num_warps=1,
+            )  # fmt: skip
     compile_kernel(token_order_kernel, capability, BINS=16)
-    if capability == 90 and triton.__version__.startswith(GLUON_OF):
-        hopper()
     for ids in ("*i32", "*i64"):
         options = {"topk_ids_ptr": ids, "order_ptr": "*i64"}
         compile_kernel(route_count_kernel, capability, **options)
-        compile_kernel(route_place_kernel, capability, BLOCK_M=128, **options)
+        for block_m, step in ((128, 128), (192, 16)):
+            compile_kernel(
+                route_place_kernel, capability, BLOCK_M=block_m, ROW_STEP=step, **options
+            )
     compile_kernel(route_scan_kernel, capability)
     print("prefill: gate_up, down, group_shrink, block_groups, token_order, route")
-
-
-def hopper() -> None:
-    """Compile both GEMMs of :mod:`moegraft.backends.triton.prefill.hopper_gemm`."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    from moegraft.backends.triton.prefill.hopper_gemm import hopper_gemm_kernel
-
-    wide = ("size_k", "size_n", "x_stride", "s_stride", "side_stride")
-    swizzled = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-    for gated, lora in product((True, False), (True, False)):
-        constants = {
-            "GATHER": gated, "TOP_K": 8, "GATED": gated, "WEIGHTED": not gated, "START0": 0,
-            "START1": 768 if gated else 128, "HAS_BIAS": False, "KIND": "silu", "ALPHA": 1.0,
-            "HAS_LIMIT": False, "LIMIT": 0.0, "UP_SHIFT": 0.0, "LORA": lora, "STAGES": 4,
-            "INF": 0x7F80,
-        }  # fmt: skip
-        types = {"groups_ptr": "*i64", "topk_weights_ptr": "*fp32", "s_ptr": "*bf16"}
-        signature, attributes = {}, {}
-        for i, name in enumerate(hopper_gemm_kernel.arg_names):
-            if name in constants:
-                signature[name] = "constexpr"
-            elif name.endswith("_desc"):
-                shape = "64,128" if name == "out_desc" else "128,64"
-                signature[name] = f"tensordesc<bf16[{shape}],{swizzled!r}>"
-            elif name.endswith("_ptr"):
-                signature[name] = types.get(name, "*bf16" if name in BF16 else "*i32")
-            else:
-                signature[name] = "i32"
-            if name.endswith("_ptr") or name in wide:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        source = GluonASTSource(hopper_gemm_kernel, signature, constants, attributes)
-        target = GPUTarget("cuda", 90, 32)
-        made = triton.compile(source, target=target, options={"num_warps": 4})
-        assert made.metadata.shared <= 232_448, "more shared memory than a program may use"
-    print("hopper_gemm")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,14 +23,13 @@ SPILLED_BYTES = 256
 SERIALISED = re.compile(r"C751[0-8]|serialized")
 
 BLOCK_M, GEMM_STAGES = 192, 3
-CLAMPED = {"alpha": 1.702, "limit": 7.0, "up_shift": 1.0}
 SPECS = {
     "gate_up": Spec(BLOCK_M, GEMM_STAGES, True, True, False, False, 8, (0, 768)),
     "gate_up with adapters": Spec(BLOCK_M, GEMM_STAGES, True, True, False, True, 8, (768, 0)),
     "no gate": Spec(BLOCK_M, GEMM_STAGES, True, False, False, True, 6, (0, 128), "relu2"),
     "limits and biases": Spec(
-        BLOCK_M, GEMM_STAGES, True, True, False, True, 4, (0, 2816), "silu", **CLAMPED,
-        bias=torch.bfloat16,
+        BLOCK_M, GEMM_STAGES, True, True, False, True, 4, (0, 2816), "silu", alpha=1.702,
+        limit=7.0, up_shift=1.0, bias=torch.bfloat16,
     ),
     "down": Spec(
         BLOCK_M, GEMM_STAGES, False, False, True, True, 1, (0, 128), bias=torch.float32,
@@ -82,13 +82,14 @@ def test_the_host_gives_as_much_shared_memory_as_the_source_lays_out(
     """The compiler itself compares; the kernel's body is left away, which takes its time."""
     if kernel == "moe_gemm":
         gemm = Spec(block_m, 2, False, False, True, False, 1, (0, 128))
-        (source, headers), options = sources(gemm), gemm.options()
+        (_, headers), options = sources(gemm), gemm.options()
+        layout = '#include "moe_gemm_layout.h"'
         end, room = "BARRIERS_AT + 16 * STAGES + 16", gemm.shared_bytes
     else:
         shrink = ShrinkSpec(block_m, 5, False, 1, 1)
         (source, headers), options = shrink_sources(shrink), shrink.options()
+        layout = source[: source.index("struct Stage {")]
         end, room = "BARRIERS_AT + 16 * STAGES", shrink.shared_bytes
-    layout = source[: source.index("struct Stage {")]
     compiler.compile_now(f"{layout}\nstatic_assert({end} + 1024 == {room});", headers, options)
     with pytest.raises(CompileError, match="static assertion"):
         compiler.compile_now(f"{layout}\nstatic_assert({end} == {room});", headers, options)
@@ -197,6 +198,28 @@ def test_without_a_library_there_is_no_compiler_and_a_reason(
     assert "There is no NVRTC" in (compiler.why_no_compiler() or "")
     with pytest.raises(CompileError, match="pip install nvidia-cuda-nvrtc"):
         compiler.cubin(GOOD, {}, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "first"), [("12.8", "12"), ("13.0", "13"), (None, "13"), ("14.1", "13")]
+)
+def test_the_version_that_torch_was_built_for_is_the_first(
+    cuda: str | None, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the folders of CUDA 13's packages and of CUDA 12's."""
+    for folder, version in (("cu13", "13"), ("cuda_nvrtc", "12")):
+        path = tmp_path / "nvidia" / folder / "lib" / f"libnvrtc.so.{version}"
+        path.parent.mkdir(parents=True)
+        path.touch()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = list(compiler._libraries())
+    assert all(Path(name).parent.parent.parent == tmp_path / "nvidia" for name in found[:2])
+    assert [name.rpartition(".")[2] for name in found] == 2 * sorted(
+        ["12", "13"], key=lambda version: version != first
+    )
 
 
 @needs_compiler

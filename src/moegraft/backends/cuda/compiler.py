@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from moegraft.build_cache import CacheError, own_folder
 from moegraft.env import logger
 from moegraft.errors import MoegraftError
@@ -26,15 +28,20 @@ class CompileError(MoegraftError):
 
 
 def _libraries() -> Iterator[str]:
-    """Yield where NVRTC may be: among Python's packages, or where the system looks."""
+    """Yield where NVRTC may be: among Python's packages, or where the system looks.
+
+    First the version that torch was built for: a driver may refuse what a newer one makes.
+    """
+    wanted = (torch.version.cuda or "").partition(".")[0]
+    versions = sorted(_VERSIONS, key=lambda version: version != wanted)
     spec = importlib.util.find_spec("nvidia")
     for root in (spec.submodule_search_locations or ()) if spec else ():
-        for version in _VERSIONS:
+        for version in versions:
             for folder in (f"cu{version}", "cuda_nvrtc"):
                 path = Path(root) / folder / "lib" / f"libnvrtc.so.{version}"
                 if path.exists():
                     yield str(path)
-    for version in _VERSIONS:
+    for version in versions:
         yield f"libnvrtc.so.{version}"
 
 
