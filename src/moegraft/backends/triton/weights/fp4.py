@@ -15,6 +15,7 @@ import triton.language as tl
 
 from moegraft.backends.triton.sync import wait_for
 from moegraft.backends.triton.weights.fp4_bits import widened
+from moegraft.backends.triton.weights.load import load_tile
 
 
 @triton.jit
@@ -60,15 +61,9 @@ def fp4_product(
         if not EVEN_K:
             w_mask = w_mask & (k0 // 8 + word < size_k // 8)[None, :]
             x_mask = x_mask & (k0 + k < base_stride)[None, :]
-        if EVEN_K and EVEN_N:
-            w_up = tl.load(up_ptrs)
-        else:
-            w_up = tl.load(up_ptrs, mask=w_mask, other=0)
+        w_up = load_tile(up_ptrs, w_mask, EVEN_K and EVEN_N)
         if GATED:
-            if EVEN_K and EVEN_N:
-                w_gate = tl.load(gate_ptrs)
-            else:
-                w_gate = tl.load(gate_ptrs, mask=w_mask, other=0)
+            w_gate = load_tile(gate_ptrs, w_mask, EVEN_K and EVEN_N)
         x = tl.load(x_ptrs, mask=x_mask, other=0.0)
         if NV:
             s_up, s_gate = _scales(

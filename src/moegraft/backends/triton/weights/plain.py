@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from moegraft.backends.triton.sync import wait_for
+from moegraft.backends.triton.weights.load import load_tile
 
 
 @triton.jit
@@ -39,15 +40,9 @@ def plain_product(
             w_mask = w_mask & (k0 + k < size_k)[None, :]
             x_mask = x_mask & (k0 + k < size_k)[None, :]
         # Weights first: x has to wait for the rows' numbers.
-        if EVEN_K and EVEN_N:
-            w_up = tl.load(up_ptrs)
-        else:
-            w_up = tl.load(up_ptrs, mask=w_mask, other=0.0)
+        w_up = load_tile(up_ptrs, w_mask, EVEN_K and EVEN_N)
         if GATED:
-            if EVEN_K and EVEN_N:
-                w_gate = tl.load(gate_ptrs)
-            else:
-                w_gate = tl.load(gate_ptrs, mask=w_mask, other=0.0)
+            w_gate = load_tile(gate_ptrs, w_mask, EVEN_K and EVEN_N)
         x = tl.load(x_ptrs, mask=x_mask, other=0.0)
         if SWAP:
             up = tl.dot(w_up, tl.trans(x), up, input_precision="ieee")
