@@ -12,8 +12,9 @@ import torch
 
 from moegraft.backends.cuda import compiler
 from moegraft.backends.cuda.compiler import CompileError
-from moegraft.backends.cuda.group_shrink import STAGES, ShrinkSpec, shrink_sources
-from moegraft.backends.cuda.moe_gemm import Spec, sources
+from moegraft.backends.cuda.group_shrink import STAGES, ShrinkSpec
+from moegraft.backends.cuda.moe_gemm import Spec
+from moegraft.backends.cuda.products import sources
 
 #: What a program may have on Hopper.
 SHARED_BYTES = 232_448
@@ -70,7 +71,7 @@ def test_gemms_compile_for_hopper_without_waits_or_spills(name: str) -> None:
 def test_shrinks_compile_for_hopper_without_waits_or_spills(name: str) -> None:
     spec = SHRINKS[name]
     assert spec.shared_bytes <= SHARED_BYTES
-    check("group_shrink", *shrink_sources(spec), spec.options())
+    check("group_shrink", *sources(spec), spec.options())
 
 
 @needs_compiler
@@ -87,8 +88,8 @@ def test_the_host_gives_as_much_shared_memory_as_the_source_lays_out(
         end, room = "BARRIERS_AT + 16 * STAGES + 16", gemm.shared_bytes
     else:
         shrink = ShrinkSpec(block_m, 5, False, 1, 1)
-        (source, headers), options = shrink_sources(shrink), shrink.options()
-        layout = source[: source.index("struct Stage {")]
+        (source, headers), options = sources(shrink), shrink.options()
+        layout = source[: source.index("struct Stage ")]
         end, room = "BARRIERS_AT + 16 * STAGES", shrink.shared_bytes
     compiler.compile_now(f"{layout}\nstatic_assert({end} + 1024 == {room});", headers, options)
     with pytest.raises(CompileError, match="static assertion"):

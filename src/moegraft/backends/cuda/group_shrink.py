@@ -1,18 +1,14 @@
-"""``group_shrink`` of ``source/group_shrink.cu``: its specialisations, and how it is launched."""
+"""``group_shrink`` of ``source/group_shrink.cu``: its specialisations and arguments."""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from typing import ClassVar
 
-from moegraft.backends.cuda.compiler import cubin
-from moegraft.backends.cuda.driver import Kernel
-from moegraft.backends.cuda.products import SOURCE, base_options, headers
+from moegraft.backends.cuda.products import base_options
 
-#: Four warp groups: two multiply, two load.
-THREADS = 512
 #: K steps in flight.
 STAGES = 6
 
@@ -29,6 +25,9 @@ class ShrinkSpec:
         top_k: choices per token.
     """
 
+    name: ClassVar[str] = "group_shrink"
+    #: Four warp groups: two multiply, two load.
+    threads: ClassVar[int] = 512
     block_m: int
     stages: int
     gather: bool
@@ -63,19 +62,3 @@ class ShrinkArguments(ctypes.Structure):
         ("x_stride", c_int64), ("s_stride", c_int64), ("group_stride", c_int64),
         ("side_bytes", c_int), ("max_groups", c_int), ("size_k", c_int),
     )  # fmt: skip
-
-
-def shrink_sources(spec: ShrinkSpec) -> tuple[str, dict[str, str]]:
-    """Return the source of a specialisation and its headers."""
-    return (SOURCE / "group_shrink.cu").read_text(), headers(spec.block_m)
-
-
-@cache
-def shrink_kernel(spec: ShrinkSpec, device: int) -> Kernel:
-    """Return a specialisation on a GPU, compiled now unless it was before.
-
-    Raises:
-        CompileError, DriverError: it can't be had.
-    """
-    code = cubin(*shrink_sources(spec), spec.options())
-    return Kernel(code, "group_shrink", spec.shared_bytes, THREADS)

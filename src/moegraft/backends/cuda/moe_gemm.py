@@ -1,24 +1,19 @@
-"""``moe_gemm`` of ``source/moe_gemm.cu``: its specialisations, and how it is launched."""
+"""``moe_gemm`` of ``source/moe_gemm.cu``: its specialisations and arguments."""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from typing import ClassVar
 
 import torch
 
-from moegraft.backends.cuda.compiler import cubin
-from moegraft.backends.cuda.driver import Kernel
-from moegraft.backends.cuda.products import SOURCE, base_options, headers
+from moegraft.backends.cuda.products import base_options
 
 #: Numbers of activations and dtypes in the source.
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-
-#: Three warp groups: two multiply, one loads.
-THREADS = 384
 
 
 @dataclass(frozen=True)
@@ -31,6 +26,9 @@ class Spec:
         bias, weight: dtypes, None = none.
     """
 
+    name: ClassVar[str] = "moe_gemm"
+    #: Three warp groups: two multiply, one loads.
+    threads: ClassVar[int] = 384
     block_m: int
     stages: int
     gather: bool
@@ -85,19 +83,3 @@ class Arguments(ctypes.Structure):
         ("size_k", c_int), ("size_n", c_int), ("weight_rows", c_int), ("bias_stride", c_int),
         ("num_tiles", c_int),
     )  # fmt: skip
-
-
-def sources(spec: Spec) -> tuple[str, dict[str, str]]:
-    """Return the source of a specialisation and its headers."""
-    return (SOURCE / "moe_gemm.cu").read_text(), headers(spec.block_m)
-
-
-@cache
-def kernel(spec: Spec, device: int) -> Kernel:
-    """Return a specialisation on a GPU, compiled now unless it was before.
-
-    Raises:
-        CompileError, DriverError: it can't be had.
-    """
-    code = cubin(*sources(spec), spec.options())
-    return Kernel(code, "moe_gemm", spec.shared_bytes, THREADS)

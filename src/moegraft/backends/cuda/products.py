@@ -1,14 +1,57 @@
-"""What the sources of the matrix kernels share: options, and the matrix instruction per size."""
+"""What the matrix kernels share: options, the matrix instruction per size, how they are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import ClassVar, Protocol
+
+from moegraft.backends.cuda.compiler import cubin
+from moegraft.backends.cuda.driver import Kernel
 
 SOURCE = Path(__file__).parent / "source"
 #: Rows of a block are computed in steps of this many.
 ROW_STEP = 16
+
+
+class Specialisation(Hashable, Protocol):
+    """What one compilation of a source is made for.
+
+    Attributes:
+        name: of the source, without ``.cu``, and of its kernel.
+        threads: of a program.
+    """
+
+    name: ClassVar[str]
+    threads: ClassVar[int]
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a block at most, a multiple of 16, at most 192."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, as the source lays it out, and room to align it."""
+
+    def options(self) -> list[str]:
+        """Return the compiler's options."""
+
+
+def sources(spec: Specialisation) -> tuple[str, dict[str, str]]:
+    """Return the source of a specialisation and its headers."""
+    return (SOURCE / f"{spec.name}.cu").read_text(), headers(spec.block_m)
+
+
+@cache
+def kernel(spec: Specialisation, device: int) -> Kernel:
+    """Return a specialisation on a GPU, compiled now unless it was before.
+
+    Raises:
+        CompileError, DriverError: it can't be had.
+    """
+    code = cubin(*sources(spec), spec.options())
+    return Kernel(code, spec.name, spec.shared_bytes, spec.threads)
 
 
 def base_options(block_m: int, macros: Mapping[str, object]) -> list[str]:

@@ -100,8 +100,6 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     run: LayerRun = partial(run_layer, config=config)
     if custom or mode in ("two_stream", "serial"):
         run = partial(run_unfused, config=config, two_stream=mode == "two_stream")
-    elif problem.weight_format != UNQUANTIZED:
-        pass  # the decode kernels run any number of tokens
     elif (tiles := prefill_config(problem, facts)) is not None:
         run = partial(run_prefill, config=tiles, other=config)
         why = f"many rows per expert: {tiles}"

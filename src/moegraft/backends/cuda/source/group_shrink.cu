@@ -40,20 +40,12 @@ constexpr int RECORDS = 4, RECORD_BYTES = 128, RECORDS_AT = GROUPS_AT + BLOCK_M 
 constexpr int BARRIERS_AT = RECORDS_AT + RECORDS * RECORD_BYTES;
 constexpr int LOADERS = 256, TURN_GROUPS = SLOTS / SIDES;
 
-struct Stage {
-    u32 base;
-    int index = 0;
-    u32 parity = 0;
+struct Stage : Ring<STAGES> {
+    using Ring::Ring;
     DEVICE u32 full() const { return base + BARRIERS_AT + 8 * index; }
     DEVICE u32 empty() const { return base + BARRIERS_AT + 8 * (STAGES + index); }
     DEVICE u32 rows(int part) const { return base + index * STAGE_BYTES + part * PART_BYTES; }
     DEVICE u32 ranks(int part) const { return rows(part) + 2 * PART_BYTES; }
-    DEVICE void next() {
-        if (++index == STAGES) {
-            index = 0;
-            parity ^= 1;
-        }
-    }
 };
 
 DEVICE u32 record_at(u32 base, u32 turn) {
@@ -278,12 +270,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     u32 base = ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
     int group = __shfl_sync(0xFFFFFFFF, threadIdx.x >> 7, 0);
     if (threadIdx.x == 0) {
-        Stage stage{base};
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(stage.full(), LOADERS + 1);
-            barrier_init(stage.empty(), 2);
-            stage.next();
-        }
+        init_stages<STAGES>(Stage(base), LOADERS + 1);
         proxy_fence();
     }
     __syncthreads();

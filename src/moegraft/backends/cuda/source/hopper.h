@@ -43,6 +43,31 @@ DEVICE void barrier_wait(u32 bar, u32 parity) {
         : "memory");
 }
 
+// Stages go round; the parity of their barriers changes with each round.
+template <int COUNT>
+struct Ring {
+    u32 base;
+    int index = 0;
+    u32 parity = 0;
+    DEVICE explicit Ring(u32 base_) : base(base_) {}
+    DEVICE void next() {
+        if (++index == COUNT) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// A stage is full when all who load have arrived, empty when both warp groups that multiply have.
+template <int COUNT, class Stage>
+DEVICE void init_stages(Stage stage, u32 loaders) {
+    for (int i = 0; i < COUNT; ++i) {
+        barrier_init(stage.full(), loaders);
+        barrier_init(stage.empty(), 2);
+        stage.next();
+    }
+}
+
 // Of the 128 threads of a warp group; numbers from 1 on.
 DEVICE void group_sync(u32 number) {
     asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");

@@ -22,12 +22,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     int group = __shfl_sync(0xFFFFFFFF, threadIdx.x >> 7, 0);
     int thread = threadIdx.x & 127;
     if (threadIdx.x == 0) {
-        Stage stage{base};
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(stage.full(), LOADERS + 1);
-            barrier_init(stage.empty(), 2);
-            stage.next();
-        }
+        init_stages<STAGES>(Stage(base), LOADERS + 1);
         for (int i = 0; i < 2; ++i) barrier_init(base + BARRIERS_AT + 16 * STAGES + 8 * i, LOADERS);
         proxy_fence();
     }

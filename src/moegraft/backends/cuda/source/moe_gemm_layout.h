@@ -52,19 +52,10 @@ DEVICE float as_float(const void *values, i64 i, int type) {
     return value;
 }
 
-// Stages go round; the parity of their barriers changes with each round.
-struct Stage {
-    u32 base;
-    int index = 0;
-    u32 parity = 0;
+struct Stage : Ring<STAGES> {
+    using Ring::Ring;
     DEVICE u32 full() const { return base + BARRIERS_AT + 8 * index; }
     DEVICE u32 empty() const { return base + BARRIERS_AT + 8 * (STAGES + index); }
     DEVICE u32 weights() const { return base + index * STAGE_BYTES; }
     DEVICE u32 rows() const { return weights() + W_BYTES; }
-    DEVICE void next() {
-        if (++index == STAGES) {
-            index = 0;
-            parity ^= 1;
-        }
-    }
 };

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 import triton
 
 from moegraft.backends.cuda.compiler import why_no_compiler
+from moegraft.backends.cuda.products import ROW_STEP
 from moegraft.backends.triton.config import GemmConfig
 from moegraft.backends.triton.device import DeviceFacts
 from moegraft.backends.triton.workspace import y_dtype
 from moegraft.factor_table import SiteTable
 from moegraft.problem import Problem
+from moegraft.quant.formats import UNQUANTIZED
 from moegraft.types import ExpertWeights
 
 #: Mean rows per expert from which this run is faster than the decode kernels (measured on an H200).
@@ -61,11 +63,13 @@ class PrefillConfig:
 
 
 def prefill_config(problem: Problem, device: DeviceFacts) -> PrefillConfig | None:
-    """Return the tiles; None without enough rows per expert, 16 bits, or tensor maps.
+    """Return the tiles; None without enough rows per expert, plain 16-bit weights, or tensor maps.
 
     Rows per expert are those of all pairs over the experts of this rank: too many where other
     ranks have experts of their own.
     """
+    if problem.weight_format != UNQUANTIZED:
+        return None  # the decode kernels run any number of tokens
     hopper = can_run_hopper(problem, device)
     least = MIN_ROWS_HOPPER if hopper else MIN_ROWS
     if problem.num_pairs < least * problem.num_experts or problem.dtype == "float32":
@@ -73,7 +77,7 @@ def prefill_config(problem: Problem, device: DeviceFacts) -> PrefillConfig | Non
     if device.capability < 90 or device.shared_memory < SHARED_MEMORY:
         return None
     if hopper:
-        return PrefillConfig(HOPPER_BLOCK_M, row_step=16, hopper=True)
+        return PrefillConfig(HOPPER_BLOCK_M, ROW_STEP, hopper=True)
     return PrefillConfig()
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 import triton
 
 from moegraft.backends.cuda.driver import tensor_map
-from moegraft.backends.cuda.group_shrink import STAGES, ShrinkArguments, ShrinkSpec, shrink_kernel
-from moegraft.backends.cuda.moe_gemm import Arguments, Spec, kernel
-from moegraft.backends.cuda.products import ROW_STEP
+from moegraft.backends.cuda.group_shrink import STAGES, ShrinkArguments, ShrinkSpec
+from moegraft.backends.cuda.moe_gemm import Arguments, Spec
+from moegraft.backends.cuda.products import ROW_STEP, kernel
 from moegraft.backends.triton.activation import column_constants
 from moegraft.backends.triton.device import device_facts
 from moegraft.backends.triton.prefill.block_groups import BlockGroups
@@ -44,7 +43,7 @@ class _Operands:
     topk_weights: torch.Tensor | None
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def aligned(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a copy whose rows can be read 16 bytes at a time."""
     if x.stride(0) * x.element_size() % _ALIGNMENT or x.data_ptr() % _ALIGNMENT:
         return x.clone(memory_format=torch.contiguous_format)
@@ -57,7 +56,6 @@ def run_shrink(
     """Return ``S`` ``[rows, sides * rank rows]`` in x's dtype, where a row has groups."""
     projections = groups.a_groups.shape[0]
     sides, first = (1, projections - 1) if down else (projections - 1, 0)
-    x = _aligned(x)
     s = torch.empty(rows.num_rows, sides * groups.rank_rows, dtype=x.dtype, device=x.device)
     spec = ShrinkSpec(rows.block_m, STAGES, not down, sides, top_k)
     arena = groups.table.arena.data
@@ -70,7 +68,7 @@ def run_shrink(
         side_bytes=groups.rank_rows * 2, max_groups=groups.max_groups, size_k=x.shape[1],
     )  # fmt: skip
     programs = min(device_facts().num_sms, rows.num_blocks)
-    shrink_kernel(spec, x.device.index).launch(programs, p)
+    kernel(spec, x.device.index).launch(programs, p)
     return s
 
 
@@ -91,7 +89,7 @@ def run_gate_up(
         bias=None if bias is None else bias.dtype,
     )  # fmt: skip
     weight = weights.gate_up.view(-1, weights.hidden)
-    _launch(spec, _Operands(_aligned(x), weight, bias, h, s, None), groups, rows)
+    _launch(spec, _Operands(x, weight, bias, h, s, None), groups, rows)
     return h
 
 
@@ -141,6 +139,3 @@ def _launch(spec: Spec, call: _Operands, groups: BlockGroups | None, rows: Rows)
     out_map = tensor_map(call.out, ROW_STEP, 64)
     programs = min(device_facts().num_sms, rows.num_blocks * tiles)
     kernel(spec, call.x.device.index).launch(programs, w_map, x_map, out_map, p)
-
-
-assert ctypes.sizeof(Arguments) % 8 == 0

@@ -47,6 +47,8 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
     gemms: Any = portable
     if config.hopper and (table is None or table.arena.data.dtype == weights.dtype):
         from moegraft.backends.triton.prefill import hopper as gemms
+
+        x = gemms.aligned(x)
     elif config.hopper:
         config = PrefillConfig()
     # A table that only ever held empty slots has no ranks to make groups of.
