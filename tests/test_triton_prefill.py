@@ -226,6 +226,7 @@ def test_route_sorts_by_expert_then_slot_over_several_chunks(
     }
     found: dict[int, list[list[int]]] = {e: [] for e in range(experts)}
     assert rows.live_blocks.item() == int((rows.block_info % 256 > 0).sum())
+    assert rows.tickets.tolist() == [0, 0], "programs of the GEMMs count what they have taken here"
     for block, info in enumerate(rows.block_info.tolist()):
         expert, count = info // 256, info % 256
         assert (count > 0) == (block < rows.live_blocks.item()), "blocks with rows come first"

@@ -88,6 +88,7 @@ def test_each_row_is_shrunk_by_its_own_adapter(
                 checked += 1
         live = sum(-(-ranks[slot] // GROUP_RANKS) for slot in used)
         assert groups.counts[int(down), block] == live, "as many groups as ranks are live"
+        assert groups.ready[int(down), block] == 0, "no S is there yet"
     assert checked > tokens
 
 

@@ -14,6 +14,7 @@ _SHARED_MEMORY_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
 _SWIZZLE_128 = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 _PROMOTE_256 = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 
@@ -24,9 +25,7 @@ class DriverError(MoegraftError):
 @cache
 def _driver() -> ctypes.CDLL:
     found = ctypes.CDLL("libcuda.so.1")
-    found.cuLaunchKernel.argtypes = (
-        c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p
-    )  # fmt: skip
+    found.cuLaunchKernelEx.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p)
     return found
 
 
@@ -36,6 +35,25 @@ def _check(code: int, what: str) -> None:
         _driver().cuGetErrorString(code, ctypes.byref(text))
         why = (text.value or b"unknown").decode()
         raise DriverError(f"The CUDA driver can't {what}: {why} (error {code}).")
+
+
+class _Attribute(ctypes.Structure):
+    """A CUlaunchAttribute whose value is one int."""
+
+    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+class _Launch(ctypes.Structure):
+    """A CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", c_uint * 3), ("block", c_uint * 3), ("shared_bytes", c_uint),
+        ("stream", c_void_p), ("attributes", c_void_p), ("num_attributes", c_uint),
+    )  # fmt: skip
+
+
+#: Lets a launch begin when the programs of the one before it allow that, not when they have ended.
+_OVERLAP = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
 
 
 class Kernel:
@@ -62,14 +80,25 @@ class Kernel:
         _check(code, f"give {name} {shared_bytes} bytes of shared memory")
 
     def launch(
-        self, programs: int, *arguments: ctypes._CData | ctypes.Array[ctypes.c_char]
+        self,
+        programs: int,
+        *arguments: ctypes._CData | ctypes.Array[ctypes.c_char],
+        overlap: bool = False,
     ) -> None:
-        """Launch on the current stream; arguments are copied, as the function takes them."""
+        """Launch on the current stream; arguments are copied, as the function takes them.
+
+        Args:
+            programs: of the launch.
+            arguments: of the function.
+            overlap: begin as soon as all programs of the launch before have asked for it. That
+                one must be a :class:`Kernel`'s too, and this one waits for what it reads of it.
+        """
         pointers = (c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
-        code = _driver().cuLaunchKernel(
-            self._function, programs, 1, 1, self.threads, 1, 1, self.shared_bytes,
-            torch.cuda.current_stream().cuda_stream, pointers, None,
+        launch = _Launch(
+            (programs, 1, 1), (self.threads, 1, 1), self.shared_bytes,
+            torch.cuda.current_stream().cuda_stream, ctypes.addressof(_OVERLAP), int(overlap),
         )  # fmt: skip
+        code = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
         _check(code, "launch a kernel")
 
 

@@ -59,6 +59,7 @@ class ShrinkArguments(ctypes.Structure):
         ("x", c_void_p), ("s", c_void_p), ("arena", c_void_p), ("row_pair", c_void_p),
         ("block_info", c_void_p), ("live_blocks", c_void_p), ("row_segment", c_void_p),
         ("group_count", c_void_p), ("a_groups", c_void_p), ("b_groups", c_void_p),
-        ("x_stride", c_int64), ("s_stride", c_int64), ("group_stride", c_int64),
-        ("side_bytes", c_int), ("max_groups", c_int), ("size_k", c_int),
+        ("ready", c_void_p), ("x_stride", c_int64), ("s_stride", c_int64),
+        ("group_stride", c_int64), ("side_bytes", c_int), ("max_groups", c_int),
+        ("size_k", c_int),
     )  # fmt: skip

@@ -62,8 +62,8 @@ class Spec:
         stage = 256 * 128 + self.block_m * 128
         part = (self.block_m // 16 + 1) // 2 * 16 * 128
         scales_and_marks, meta = 6 * self.block_m * 4, 2 * (2 * self.block_m * 4 + 512)
-        barriers, alignment = 16 * self.stages + 16, 1024
-        fixed = 4 * part + scales_and_marks + meta + barriers + alignment
+        records, barriers, alignment = 5 * 16, 16 * self.stages + 16, 1024
+        fixed = 4 * part + scales_and_marks + meta + records + barriers + alignment
         return self.stages * stage + fixed
 
 
@@ -78,8 +78,8 @@ class Arguments(ctypes.Structure):
         ("x", c_void_p), ("bias", c_void_p), ("topk_weights", c_void_p), ("row_pair", c_void_p),
         ("block_info", c_void_p), ("live_blocks", c_void_p), ("s", c_void_p),
         ("row_segment", c_void_p), ("group_count", c_void_p), ("groups", c_void_p),
-        ("arena", c_void_p), ("x_stride", c_int64), ("s_stride", c_int64),
-        ("group_stride", c_int64), ("side_bytes", c_int), ("max_groups", c_int),
-        ("size_k", c_int), ("size_n", c_int), ("weight_rows", c_int), ("bias_stride", c_int),
-        ("num_tiles", c_int),
+        ("s_ready", c_void_p), ("ticket", c_void_p), ("arena", c_void_p), ("x_stride", c_int64),
+        ("s_stride", c_int64), ("group_stride", c_int64), ("side_bytes", c_int),
+        ("max_groups", c_int), ("size_k", c_int), ("size_n", c_int), ("weight_rows", c_int),
+        ("bias_stride", c_int), ("num_tiles", c_int),
     )  # fmt: skip

@@ -20,6 +20,7 @@ struct Arguments {
     const int *group_count;  // [blocks]
     const i64 *a_groups;     // [SIDES, blocks, max_groups, 4]
     const i64 *b_groups;     // the same
+    int *ready;              // [blocks] S_PARTS are added when a block is written, if it has groups
     i64 x_stride;            // bytes
     i64 s_stride;            // bytes
     i64 group_stride;        // words between two sides
@@ -34,8 +35,8 @@ constexpr int STAGE_BYTES = 4 * PART_BYTES;
 // Of a block: where each row of x is, its segment; of a segment: its rows, its groups.
 constexpr int TOKENS_AT = STAGES * STAGE_BYTES, SEGMENTS_AT = TOKENS_AT + BLOCK_M * 4;
 constexpr int ROWS_AT = SEGMENTS_AT + BLOCK_M * 4, GROUPS_AT = ROWS_AT + BLOCK_M * 8;
-// What those who multiply need to know of a turn: whether it is the last, which block; and for each
-// part first row, rows, slots, and of each slot scale, live ranks and bytes from the start of a row.
+// What those who multiply need to know of a turn: 0, 1 for the last of its block, 2 behind all; which
+// block; and for each part first row, rows, slots, and of each slot scale, live ranks and bytes from the start of a row.
 constexpr int RECORDS = 4, RECORD_BYTES = 128, RECORDS_AT = GROUPS_AT + BLOCK_M * 8;
 constexpr int BARRIERS_AT = RECORDS_AT + RECORDS * RECORD_BYTES;
 constexpr int LOADERS = 256, TURN_GROUPS = SLOTS / SIDES;
@@ -131,11 +132,12 @@ DEVICE void load_all(const Arguments &p, u32 base, int t) {
         loaders_sync(3, LOADERS);
         ask(block + gridDim.x);
         Parts parts{base, (int)load_shared_u32(base + SEGMENTS_AT + (rows - 1) * 4) + 1};
-        while (groups) {
-            const Part one = parts.next();
-            if (!one.groups) break;
-            const Part two = parts.next();
+        Part one;
+        if (groups) one = parts.next();
+        while (one.groups) {
+            const Part two = parts.next(), following = parts.next();
             const Part mine = half ? two : one;
+            one = following;
             const int slots = SIDES * mine.groups;
             const u32 record = record_at(base, turn++), part = part_at(record, half);
             const char *ranks[SLOTS];
@@ -162,7 +164,7 @@ DEVICE void load_all(const Arguments &p, u32 base, int t) {
                 store_shared_u32(part + 8, slots);
             }
             if (t == 0) {
-                store_shared_u32(record, 0);
+                store_shared_u32(record, !following.groups);
                 store_shared_u32(record + 4, block);
             }
             const char *x[PART_ROWS / 16];
@@ -188,7 +190,7 @@ DEVICE void load_all(const Arguments &p, u32 base, int t) {
             }
         }
     }
-    if (t == 0) store_shared_u32(record_at(base, turn), 1);
+    if (t == 0) store_shared_u32(record_at(base, turn), 2);
     loaders_sync(3, LOADERS);
     barrier_wait(stage.empty(), stage.parity ^ 1);
     if (t == 0) barrier_arrive(stage.full());
@@ -246,7 +248,8 @@ DEVICE void multiply_all(const Arguments &p, u32 base, int group, int t) {
     for (u32 turn = 0;; ++turn) {
         barrier_wait(stage.full(), stage.parity);
         u32 record = record_at(base, turn), part = part_at(record, group);
-        if (load_shared_u32(record)) return;
+        const u32 kind = load_shared_u32(record);
+        if (kind == 2) return;
         int block = load_shared_u32(record + 4);
         switch (__shfl_sync(0xFFFFFFFF, load_shared_u32(part + 8), 0)) {
             case 1: run_part<16>(p, stage, part, group, t, block); break;
@@ -261,12 +264,17 @@ DEVICE void multiply_all(const Arguments &p, u32 base, int group, int t) {
                     stage.next();
                 }
         }
+        if (kind == 1) {
+            group_sync(1 + group);
+            if (t == 0) add_release(p.ready + block, 1);
+        }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1)
     group_shrink(const __grid_constant__ Arguments p) {
     extern __shared__ char memory[];
+    let_next_begin();  // it waits for each block of S on its own
     u32 base = ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
     int group = __shfl_sync(0xFFFFFFFF, threadIdx.x >> 7, 0);
     if (threadIdx.x == 0) {

@@ -175,6 +175,25 @@ DEVICE int load_global(const int *from) {
     return v;
 }
 
+// What other programs wrote before they counted it here.
+DEVICE int load_acquire(const int *from) {
+    int v;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+
+// Counts what threads wrote that this one has synchronised with.
+DEVICE void add_release(int *to, int value) {
+    asm volatile("fence.acq_rel.gpu;\n\tred.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(value)
+                 : "memory");
+}
+
+// The launch behind this one may begin, where it asked for that, as soon as all programs of this one have.
+DEVICE void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Warp groups of the shrink that count a block as written.
+constexpr int S_PARTS = 2;
+
 DEVICE float2 load_shared_float2(u32 at) {
     float2 v;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));

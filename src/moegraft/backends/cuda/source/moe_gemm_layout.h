@@ -13,6 +13,8 @@ struct Arguments {
     const int *row_segment;  // [blocks * BLOCK_M]
     const int *group_count;  // [blocks]
     const i64 *groups;       // [sides, blocks, max_groups, 4]: see block_groups.py
+    const int *s_ready;      // [blocks] S_PARTS when the shrink beside this launch has written a block
+    int *ticket;             // [1] items that programs have taken, 0 at the launch
     const u16 *arena;
     i64 x_stride;            // bytes
     i64 s_stride;            // bytes
@@ -36,7 +38,11 @@ constexpr int MARKS_AT = SCALES_AT + SCALES * BLOCK_M * 4;
 // What an item needs to know of its block, copied one item ahead: pairs, segments, a few groups.
 constexpr int META_GROUPS = 8, SEGMENTS_AT = BLOCK_M * 4, WORDS_AT = 2 * BLOCK_M * 4;
 constexpr int META_BYTES = WORDS_AT + 2 * META_GROUPS * 32;
-constexpr int META_AT = MARKS_AT + 2 * BLOCK_M * 4, BARRIERS_AT = META_AT + 2 * META_BYTES;
+constexpr int META_AT = MARKS_AT + 2 * BLOCK_M * 4;
+// Of the last few items, for those who multiply: item, -1 behind the last one; expert and rows; groups.
+// And the next item, of every other turn, for those who load.
+constexpr int RECORDS = 4, RECORDS_AT = META_AT + 2 * META_BYTES, NEXT_AT = RECORDS_AT + RECORDS * 16;
+constexpr int BARRIERS_AT = NEXT_AT + 16;
 constexpr int SIDES = GATED ? 2 : 1;
 constexpr int TILE_COLUMNS = GATED ? 128 : 256;
 // Groups of 16 rank rows in one stage.

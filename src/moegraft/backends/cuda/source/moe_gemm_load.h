@@ -9,18 +9,27 @@ struct Loader {
     u32 base;
     int t, chunk, row;
     u32 to;
-    int item, end;
+    int item = 0, end;
     u32 turn = 0;
 
     DEVICE Loader(const Arguments &p_, u32 base_, int thread)
-        : p(p_), base(base_), t(thread), chunk(thread & 7), row(thread >> 3), item(blockIdx.x) {
+        : p(p_), base(base_), t(thread), chunk(thread & 7), row(thread >> 3) {
         to = row * 128 + ((chunk ^ (row & 7)) << 4);
         end = *p.live_blocks * p.num_tiles;
     }
 
+    // Thread 0 takes an item; all know it when they share it, one turn at a time.
+    DEVICE int take() const { return atomicAdd(p.ticket, 1); }
+    DEVICE int share(u32 which, int taken) const {
+        u32 at = base + NEXT_AT + (which & 1) * 8;
+        if (t == 0) store_shared_u32(at, taken);
+        loaders_sync(3, LOADERS);
+        return load_shared_u32(at);
+    }
+    DEVICE u32 record() const { return base + RECORDS_AT + turn % RECORDS * 16; }
+
     DEVICE int block() const { return item / p.num_tiles; }
     DEVICE int column() const { return item % p.num_tiles * TILE_COLUMNS; }
-    DEVICE int later() const { return item + gridDim.x; }
     DEVICE u32 meta(u32 which) const { return base + META_AT + (which & 1) * META_BYTES; }
     DEVICE u32 meta_there(u32 which) const {
         return base + BARRIERS_AT + 16 * STAGES + (which & 1) * 8;
@@ -54,48 +63,46 @@ struct Loader {
 };
 static_assert(2 * BLOCK_M / 4 + SIDES * 2 * META_GROUPS <= LOADERS, "a thread asks once");
 
-// A stage of S and B: STAGE_GROUPS groups, of gate and then of up.
+// A stage of S and B: STAGE_GROUPS groups, of gate and then of up; zeros for groups that are not there.
 DEVICE void load_delta(const Loader &me, Stage &stage, int rows, int group, int count) {
     const Arguments &p = me.p;
     barrier_wait(stage.empty(), stage.parity ^ 1);
     // B first, it comes from farther away: a warp has one group, [16, columns]; 64 columns are 8 KB
     // of [64, 128 bytes].
+    constexpr int CHUNKS = TILE_COLUMNS / 8;
     int slot = me.t >> 5, side = GATED ? slot >> 1 : 0, own = group + (GATED ? slot & 1 : slot);
+    i64 offset = 0, stride = 0;
+    int live = 0, column = me.column(), chunk = me.t % CHUNKS, r0 = (me.t & 31) / CHUNKS;
     if (own < count) {
-        constexpr int CHUNKS = TILE_COLUMNS / 8;
-        i64 offset = me.word(side, own, 0), stride = me.word(side, own, 1);
-        int live = (int)me.word(side, own, 2), column = me.column();
-        int chunk = me.t % CHUNKS, r0 = (me.t & 31) / CHUNKS;
-        bool inside = column + chunk * 8 < p.size_n;
-        u32 to = stage.weights() + (chunk >> 3) * 8192 + slot * 2048;
-        const u16 *from = p.arena + offset + r0 * stride + column + chunk * 8;
+        offset = me.word(side, own, 0), stride = me.word(side, own, 1);
+        live = column + chunk * 8 < p.size_n ? (int)me.word(side, own, 2) : 0;
+    }
+    u32 to = stage.weights() + (chunk >> 3) * 8192 + slot * 2048;
+    const u16 *from = p.arena + offset + r0 * stride + column + chunk * 8;
 #pragma unroll 4
-        for (int i = 0; i < 16; i += 32 / CHUNKS) {
-            int r = r0 + i;
-            bool there = inside && r < live;
-            copy_16(to + r * 128 + (((chunk & 7) ^ (r & 7)) << 4), there ? from : p.arena,
-                    there ? 16 : 0);
-            from += 32 / CHUNKS * stride;
-        }
+    for (int i = 0; i < 16; i += 32 / CHUNKS) {
+        int r = r0 + i;
+        copy_16(to + r * 128 + (((chunk & 7) ^ (r & 7)) << 4), r < live ? from : p.arena,
+                r < live ? 16 : 0);
+        from += 32 / CHUNKS * stride;
     }
     // S: this thread's chunk is one half of one group's 16 values.
     slot = me.chunk >> 1;
     side = GATED ? slot >> 1 : 0;
     own = group + (GATED ? slot & 1 : slot);
-    if (own < count) {
-        i64 place = me.word(side, own, 3);
-        int segment = (int)place, r0 = (int)(place >> 32);
-        const char *s = p.s + side * p.side_bytes + (r0 + (me.chunk & 1) * 8) * 2 +
-                        ((i64)me.block() * BLOCK_M + me.row) * p.s_stride;
-        u32 segments = me.meta(me.turn) + SEGMENTS_AT + me.row * 4, to = stage.rows() + me.to;
+    i64 place = own < count ? me.word(side, own, 3) : 0;
+    int segment = own < count ? (int)place : -2;
+    const char *s = p.s + side * p.side_bytes + ((int)(place >> 32) + (me.chunk & 1) * 8) * 2 +
+                    ((i64)me.block() * BLOCK_M + me.row) * p.s_stride;
+    u32 segments = me.meta(me.turn) + SEGMENTS_AT + me.row * 4;
+    to = stage.rows() + me.to;
 #pragma unroll 4
-        for (int r = me.row; r < rows; r += 16) {
-            bool mine = (int)load_shared_u32(segments) == segment;
-            copy_16(to, s, mine ? 16 : 0);
-            segments += 64;
-            to += 2048;
-            s += 16 * p.s_stride;
-        }
+    for (int r = me.row; r < rows; r += 16) {
+        bool mine = (int)load_shared_u32(segments) == segment;
+        copy_16(to, s, mine ? 16 : 0);
+        segments += 64;
+        to += 2048;
+        s += 16 * p.s_stride;
     }
     copies_arrive(stage.full());
     if (me.t == 0) barrier_arrive(stage.full());
@@ -108,21 +115,29 @@ DEVICE void load_all(const Arguments &p, const TensorMap *w_map, const TensorMap
     Loader me(p, base, thread);
     Stage stage{base};
     const u32 x_units = (u32)(p.x_stride >> 4);
-    int info = 0;
-    if (me.item < me.end) {
-        info = p.block_info[me.block()];
-        me.ask(0, me.block());
-    }
-    for (; me.item < me.end; me.item = me.later(), ++me.turn) {
-        int expert = info >> 8, rows = info & 255, sixteens = (rows + 15) >> 4;
-        int later = me.later(), first = me.block() * BLOCK_M;
-        barrier_wait(me.meta_there(me.turn), me.turn >> 1 & 1);
-        loaders_sync(3, LOADERS);  // nobody reads any more what the item before had to know
-        if (later < me.end) {
-            info = load_global(p.block_info + later / p.num_tiles);
-            me.ask(me.turn + 1, later / p.num_tiles);
+    // Of the next item; it is taken while this one is loaded.
+    const int share_at = min(p.size_k / 64 - 1, 4) * 64;
+    int info = 0, count = 0;
+    auto look = [&](int item) {
+        if (item >= me.end) return;
+        int block = item / p.num_tiles;
+        info = load_global(p.block_info + block);
+        if (LORA) count = load_global(p.group_count + block);
+    };
+    me.item = me.share(1, thread == 0 ? me.take() : 0);
+    look(me.item);
+    if (me.item < me.end) me.ask(0, me.block());
+    for (int later = 0; me.item < me.end; me.item = later, ++me.turn) {
+        const int expert = info >> 8, rows = info & 255, sixteens = (rows + 15) >> 4;
+        const int groups = count, first = me.block() * BLOCK_M;
+        if (me.t == 0) {
+            store_shared_u32(me.record(), me.item);
+            store_shared_u32(me.record() + 4, info);
+            store_shared_u32(me.record() + 8, groups);
         }
-        int count = LORA ? load_global(p.group_count + me.block()) : 0;
+        barrier_wait(me.meta_there(me.turn), me.turn >> 1 & 1);
+        int taken = me.t == 0 ? me.take() : 0;
+        bool s_there = !LORA;
         u32 pairs = me.meta(me.turn);
         u32 x_rows[STEPS];
         if (GATHER) {
@@ -175,8 +190,19 @@ DEVICE void load_all(const Arguments &p, const TensorMap *w_map, const TensorMap
                 barrier_arrive(stage.full(), LOADERS);
             }
             stage.next();
+            if (k == share_at) {
+                later = me.share(me.turn, taken);  // nobody needs any more what the item before had
+                look(later);
+                if (LORA) s_there = !groups || load_acquire(p.s_ready + me.block()) >= S_PARTS;
+                if (later < me.end) me.ask(me.turn + 1, later / p.num_tiles);
+            }
         }
-        for (int group = 0; group < count; group += STAGE_GROUPS)
-            load_delta(me, stage, rows, group, count);
+        while (!s_there) s_there = load_acquire(p.s_ready + me.block()) >= S_PARTS;
+        for (int group = 0; group < groups; group += STAGE_GROUPS)
+            load_delta(me, stage, rows, group, groups);
     }
+    if (me.t) return;
+    barrier_wait(stage.empty(), stage.parity ^ 1);
+    store_shared_u32(me.record(), 0xFFFFFFFF);
+    barrier_arrive(stage.full(), LOADERS + 1);
 }

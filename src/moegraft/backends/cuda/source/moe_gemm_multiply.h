@@ -82,6 +82,13 @@ DEVICE u32 broken_groups(const Multiplier &me, const Stage &stage) {
     return found;
 }
 
+// Wait for a stage with `left` more groups, and look at them.
+DEVICE u32 wait_and_look(const Multiplier &me, const Stage &stage, int left) {
+    barrier_wait(stage.full(), stage.parity);
+    u32 live = (1u << min(left, STAGE_GROUPS)) - 1;
+    return broken_groups(me, stage) & (GATED ? live | live << 2 : live);
+}
+
 // Take broken groups out of a stage, and mark the rows of their segments, which become NaN at the
 // end: in the product, 0 times what is not finite would reach all rows of the block.
 DEVICE void mend(const Arguments &p, const Multiplier &me, const Stage &stage, u32 broken, int block,
@@ -127,39 +134,39 @@ DEVICE void run_item(const Arguments &p, const TensorMap *out_map, Multiplier &m
         before = stage.empty();
         stage.next();
     }
+    u32 broken = 0;
+    // What B holds is looked at while the products before are under way.
+    if (LORA && count) broken = wait_and_look(me, stage, count);
     products_wait<0>();
     if (me.t == 0) barrier_arrive(before);
     settle(left);
     settle(right);
-    if (LORA) {
-        for (int group = 0; group < count; group += STAGE_GROUPS) {
-            barrier_wait(stage.full(), stage.parity);
-            u32 live = (1u << min(count - group, STAGE_GROUPS)) - 1;
-            if (GATED) live |= live << 2;
-            u32 broken = broken_groups(me, stage) & live;
-            if (group_any(1 + me.group, broken != 0)) {
-                mend(p, me, stage, broken, block, group, count, !is_marked);
-                is_marked = true;
-            }
-            proxy_fence();
-            u64 b0 = tile_at(stage.weights() + me.group * 8192), s = tile_at(stage.rows());
-#pragma unroll
-            for (int q = 0; q < STAGE_GROUPS; ++q) {
-                if (group + q >= count) break;
-                products_begin();
-                Product<N, 1>::run(left, b0 + q * 128, s + 2 * q);
-                if (GATED)
-                    Product<N, 1>::run(right, b0 + q * 128 + 256, s + 2 * q + 4);
-                else
-                    Product<N, 1>::run(right, b0 + q * 128 + 1024, s + 2 * q);
-            }
-            products_commit();
-            products_wait<0>();
-            settle(left);
-            settle(right);
-            if (me.t == 0) barrier_arrive(stage.empty());
-            stage.next();
+    for (int group = 0; LORA && group < count;) {
+        if (group_any(1 + me.group, broken != 0)) {
+            mend(p, me, stage, broken, block, group, count, !is_marked);
+            is_marked = true;
         }
+        proxy_fence();
+        u64 b0 = tile_at(stage.weights() + me.group * 8192), s = tile_at(stage.rows());
+#pragma unroll
+        for (int q = 0; q < STAGE_GROUPS; ++q) {
+            if (group + q >= count) break;
+            products_begin();
+            Product<N, 1>::run(left, b0 + q * 128, s + 2 * q);
+            if (GATED)
+                Product<N, 1>::run(right, b0 + q * 128 + 256, s + 2 * q + 4);
+            else
+                Product<N, 1>::run(right, b0 + q * 128 + 1024, s + 2 * q);
+        }
+        products_commit();
+        before = stage.empty();
+        stage.next();
+        group += STAGE_GROUPS;
+        if (group < count) broken = wait_and_look(me, stage, count - group);
+        products_wait<0>();
+        if (me.t == 0) barrier_arrive(before);
+        settle(left);
+        settle(right);
     }
 
     int column = tile * TILE_COLUMNS + me.group * 64, row = block * BLOCK_M;
@@ -228,16 +235,15 @@ DEVICE void multiply_all(const Arguments &p, const TensorMap *out_map, u32 base,
                          int thread) {
     Multiplier me(base, group, thread);
     Stage stage{base};
-    int items = *p.live_blocks * p.num_tiles, turn = 0;
-    int item = blockIdx.x;
-    int info = item < items ? p.block_info[item / p.num_tiles] : 0;
-    while (item < items) {
-        int block = item / p.num_tiles, tile = item % p.num_tiles;
-        int expert = info >> 8, sixteens = ((info & 255) + 15) >> 4;
-        int later = item + gridDim.x;
-        info = later < items ? p.block_info[later / p.num_tiles] : 0;
-        int count = 0;
-        if (LORA) count = __shfl_sync(0xFFFFFFFF, load_global(p.group_count + block), 0);
+    for (u32 turn = 0;; ++turn) {
+        barrier_wait(stage.full(), stage.parity);
+        const u32 record = base + RECORDS_AT + turn % RECORDS * 16;
+        const int item = __shfl_sync(0xFFFFFFFF, load_shared_u32(record), 0);
+        if (item < 0) break;
+        const int info = __shfl_sync(0xFFFFFFFF, load_shared_u32(record + 4), 0);
+        const int count = LORA ? __shfl_sync(0xFFFFFFFF, load_shared_u32(record + 8), 0) : 0;
+        const int block = item / p.num_tiles, tile = item % p.num_tiles;
+        const int expert = info >> 8, sixteens = ((info & 255) + 15) >> 4;
 #define CASE(n)                                                                        \
     case n:                                                                            \
         run_item<16 * n>(p, out_map, me, stage, block, tile, expert, count, turn);     \
@@ -245,8 +251,6 @@ DEVICE void multiply_all(const Arguments &p, const TensorMap *out_map, u32 base,
         switch (sixteens) {
             CASES
         }
-        item = later;
-        ++turn;
     }
     if (thread == 0) stores_done();
 }

@@ -62,7 +62,7 @@ def block_groups_kernel(
     records_i32_ptr,
     map_ptr,
     row_segment_ptr,  # [rows] int32 out: which of its block's segments a row is in, -1 none
-    counts_ptr,  # [2, blocks] int32 out: groups of gate and up, of down
+    counts_ptr,  # [4, blocks] int32 out: groups of gate and up, of down; twice 0
     a_groups_ptr,  # [projections, blocks, max_groups, 4] int64 out
     b_groups_ptr,  # the same
     slot_stride,
@@ -114,6 +114,7 @@ def block_groups_kernel(
         starts = tl.cumsum(numbers, 0) - numbers
         total = tl.sum(numbers, 0)
         tl.store(counts_ptr + part * num_blocks + block, total)
+        tl.store(counts_ptr + (2 + part) * num_blocks + block, 0)
         for side in tl.static_range(part * (PROJECTIONS - 1), PROJECTIONS - 1 + part):
             at = (side * num_blocks + block).to(tl.int64) * max_groups * 4
             for word in tl.static_range(2):
@@ -137,12 +138,14 @@ class BlockGroups:
     Attributes:
         row_segment: int32 ``[blocks * BLOCK_M]``, -1 for a row without a slot.
         counts: int32 ``[2, blocks]``, groups of gate and up, and of down.
+        ready: int32 ``[2, blocks]``, 0: for a shrink to say that S of a block is written.
         a_groups, b_groups: int64 ``[projections, blocks, max_groups, 4]``.
     """
 
     table: SiteTable
     row_segment: torch.Tensor
     counts: torch.Tensor
+    ready: torch.Tensor
     a_groups: torch.Tensor
     b_groups: torch.Tensor
 
@@ -169,17 +172,19 @@ def run_block_groups(
     projections, device = table.records.shape[1], slots.device
     max_groups = most_groups(table, block_m)
     shape = (projections, rows.num_blocks, max_groups, WORDS)
+    counts = torch.empty(4, rows.num_blocks, dtype=torch.int32, device=device)
     found = BlockGroups(
         table,
         torch.empty(rows.num_blocks * block_m, dtype=torch.int32, device=device),
-        torch.empty(2, rows.num_blocks, dtype=torch.int32, device=device),
+        counts[:2],
+        counts[2:],
         torch.empty(shape, dtype=torch.int64, device=device),
         torch.empty(shape, dtype=torch.int64, device=device),
     )
     assert table.expert_map is not None
     block_groups_kernel[(rows.num_blocks,)](
         rows.row_pair, rows.block_info, slots, table.records, table.records.view(torch.int32),
-        table.expert_map, found.row_segment, found.counts, found.a_groups, found.b_groups,
+        table.expert_map, found.row_segment, counts, found.a_groups, found.b_groups,
         table.records.stride(0), table.expert_map.stride(0), table.num_slots, rows.num_blocks,
         max_groups, TOP_K=top_k, PROJECTIONS=projections, UNIT=found.unit, BLOCK_M=block_m,
         ROWS=triton.next_power_of_2(block_m),

@@ -64,6 +64,7 @@ def run_shrink(
         block_info=rows.block_info.data_ptr(), live_blocks=rows.live_blocks.data_ptr(),
         row_segment=groups.row_segment.data_ptr(), group_count=groups.counts[int(down)].data_ptr(),
         a_groups=groups.a_groups[first:].data_ptr(), b_groups=groups.b_groups[first:].data_ptr(),
+        ready=groups.ready[int(down)].data_ptr(),
         x_stride=x.stride(0) * 2, s_stride=s.stride(0) * 2, group_stride=groups.b_groups.stride(0),
         side_bytes=groups.rank_rows * 2, max_groups=groups.max_groups, size_k=x.shape[1],
     )  # fmt: skip
@@ -122,6 +123,7 @@ def _launch(spec: Spec, call: _Operands, groups: BlockGroups | None, rows: Rows)
         live_blocks=rows.live_blocks.data_ptr(), x_stride=call.x.stride(0) * 2, size_k=size_k,
         size_n=size_n, weight_rows=(2 if spec.gated else 1) * size_n,
         bias_stride=0 if bias is None else bias.stride(0), num_tiles=tiles,
+        ticket=rows.tickets[int(spec.weighted)].data_ptr(),
     )  # fmt: skip
     if groups is not None and call.s is not None:
         down = spec.weighted
@@ -131,6 +133,7 @@ def _launch(spec: Spec, call: _Operands, groups: BlockGroups | None, rows: Rows)
             groups.row_segment.data_ptr(),
             groups.counts[int(down)].data_ptr(),
         )
+        p.s_ready = groups.ready[int(down)].data_ptr()
         p.groups, p.group_stride = b_groups.data_ptr(), groups.b_groups.stride(0)
         p.arena, p.max_groups = groups.table.arena.data.data_ptr(), groups.max_groups
         p.side_bytes = groups.rank_rows * 2
@@ -138,4 +141,4 @@ def _launch(spec: Spec, call: _Operands, groups: BlockGroups | None, rows: Rows)
     x_map = tensor_map(call.x, ROW_STEP, 64)
     out_map = tensor_map(call.out, ROW_STEP, 64)
     programs = min(device_facts().num_sms, rows.num_blocks * tiles)
-    kernel(spec, call.x.device.index).launch(programs, w_map, x_map, out_map, p)
+    kernel(spec, call.x.device.index).launch(programs, w_map, x_map, out_map, p, overlap=spec.lora)

@@ -97,7 +97,7 @@ def route_place_kernel(
     totals_ptr,
     row_pair_ptr,  # [rows] int32 out
     pair_row_ptr,  # [P] int32 out, -1 = not local
-    block_info_ptr,  # [blocks + 1] int32 out: expert * 256 + rows, and how many have rows
+    block_info_ptr,  # [blocks + 3] int32 out: expert * 256 + rows, how many have rows, tickets
     num_pairs,
     expert_offset,
     num_chunks,
@@ -122,6 +122,7 @@ def route_place_kernel(
         # Blocks with rows come first; the others have 0.
         if chunk == num_chunks:
             tl.store(block_info_ptr + num_blocks, tl.sum(blocks, 0))
+            tl.store(block_info_ptr + num_blocks + 1 + tl.arange(0, 2), tl.zeros([2], tl.int32))
         last = tl.where(e < NUM_EXPERTS, first + blocks, num_blocks)
         last = tl.where(e <= NUM_EXPERTS, last, first)
         most = tl.max(last - first, 0)
@@ -161,6 +162,7 @@ class Rows:
         num_blocks: blocks that there is room for; those with rows come first.
         num_rows: rows of all blocks, the length of buffers in their order.
         live_blocks: int32 ``[1]``, how many blocks have rows.
+        tickets: int32 ``[2]``, 0: for what programs of gate_up and of down have taken.
     """
 
     block_m: int
@@ -170,6 +172,7 @@ class Rows:
     pair_row: torch.Tensor
     block_info: torch.Tensor
     live_blocks: torch.Tensor
+    tickets: torch.Tensor
 
 
 def run_route(
@@ -198,10 +201,10 @@ def run_route(
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    info = ints(blocks + 1)
+    info = ints(blocks + 3)
     rows = Rows(
         block_m, blocks, blocks * block_m, ints(blocks * block_m), ints(pairs), info[:blocks],
-        info[blocks:],
+        info[blocks : blocks + 1], info[blocks + 1 :],
     )  # fmt: skip
     counts, starts, totals = ints(chunks, bins), ints(chunks, bins), ints(bins)
     constants = {
