@@ -90,8 +90,8 @@ class Kernel:
         Args:
             programs: of the launch.
             arguments: of the function.
-            overlap: begin as soon as all programs of the launch before have asked for it. That
-                one must be a :class:`Kernel`'s too, and this one waits for what it reads of it.
+            overlap: begin as soon as all programs of the launch before have allowed it or ended;
+                the function itself waits for what it reads of earlier launches.
         """
         pointers = (c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
         launch = _Launch(

@@ -27,10 +27,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         proxy_fence();
     }
     __syncthreads();
+    if (!LORA) launch_wait();  // else for each block of S, and what was before the shrink is there
+    launch_next();
     // 65,536 registers are 512 per lane of a warp group of each kind.
     if (group == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         load_all(p, &w_map, &h_map, base, thread);
+        if (LORA) launch_wait();  // so that who waits for this launch has waited for the shrink
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         multiply_all(p, &out_map, base, group, thread);

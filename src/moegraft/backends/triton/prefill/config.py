@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import triton
 
@@ -60,6 +61,13 @@ class PrefillConfig:
     shrink_shares: int = 2
     stages: int = 3
     hopper: bool = False
+
+    def launch_options(self) -> dict[str, Any]:
+        """Return a launch's options for dependent launch: each begins while the one before ends.
+
+        The portable GEMMs know nothing of it, and interpreters and older cards no such option.
+        """
+        return {"PDL": True, "launch_pdl": True} if self.hopper else {"PDL": False}
 
 
 def prefill_config(problem: Problem, device: DeviceFacts) -> PrefillConfig | None:

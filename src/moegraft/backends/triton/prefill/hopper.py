@@ -69,7 +69,7 @@ def run_shrink(
         side_bytes=groups.rank_rows * 2, max_groups=groups.max_groups, size_k=x.shape[1],
     )  # fmt: skip
     programs = min(device_facts().num_sms, rows.num_blocks)
-    kernel(spec, x.device.index).launch(programs, p)
+    kernel(spec, x.device.index).launch(programs, p, overlap=True)
     return s
 
 
@@ -141,4 +141,4 @@ def _launch(spec: Spec, call: _Operands, groups: BlockGroups | None, rows: Rows)
     x_map = tensor_map(call.x, ROW_STEP, 64)
     out_map = tensor_map(call.out, ROW_STEP, 64)
     programs = min(device_facts().num_sms, rows.num_blocks * tiles)
-    kernel(spec, call.x.device.index).launch(programs, w_map, x_map, out_map, p, overlap=spec.lora)
+    kernel(spec, call.x.device.index).launch(programs, w_map, x_map, out_map, p, overlap=True)

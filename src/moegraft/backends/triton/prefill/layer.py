@@ -53,15 +53,16 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
         config = PrefillConfig()
     # A table that only ever held empty slots has no ranks to make groups of.
     slots = call.slots if call.lora and table is not None and table.max_rank else None
+    options = config.launch_options()
     order = groups = s = None
     if slots is not None and table is not None:
-        order = token_order(slots, table.num_slots)
+        order = token_order(slots, table.num_slots, options)
     rows = run_route(
         call.topk_ids, order, weights.num_experts, config.block_m, call.expert_offset,
-        config.row_step,
+        config.row_step, options,
     )  # fmt: skip
     if slots is not None and table is not None:
-        groups = run_block_groups(table, slots.slots, rows, top_k, config.block_m)
+        groups = run_block_groups(table, slots.slots, rows, top_k, config.block_m, options)
         s = gemms.run_shrink(x, groups, False, rows, top_k, config)
     h = gemms.run_gate_up(x, weights, groups, s, rows, top_k, config)
     if groups is not None:
@@ -70,6 +71,6 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
     block = min(256, triton.next_power_of_2(hidden))
     finalize_kernel[(out.shape[0], triton.cdiv(hidden, block))](
         y, rows.pair_row, out, None, None, None, None, hidden, out.stride(0), call.scale,
-        DELTA=False, TOP_K=top_k, BLOCK_H=block, PDL=False, BY_ROW=True, num_warps=2,
+        DELTA=False, TOP_K=top_k, BLOCK_H=block, BY_ROW=True, num_warps=2, **options,
     )  # fmt: skip
     return out
