@@ -29,10 +29,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     // 65,536 registers are 512 per lane of a warp group of each kind.
     if (group == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FP8 ? 48 : 56));
         load_all(p, &w_map, &h_map, base, thread);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(FP8 ? 232 : 224));
         multiply_all(p, &out_map, base, group, thread);
     }
 }

@@ -1,5 +1,6 @@
 // The warp group of moe_gemm that loads; see moe_gemm.cu.
 #pragma once
+#include "hopper_fp8.h"
 #include "moe_gemm_layout.h"
 
 // The items of a program, and where a thread of the loading warp group copies 16 bytes of a row of
@@ -53,6 +54,10 @@ struct Loader {
     }
 };
 static_assert(2 * BLOCK_M / 4 + SIDES * 2 * META_GROUPS <= LOADERS, "a thread asks once");
+
+// Of 16 rows of a stage that no thread copies.
+constexpr int ROWS_BYTES = 2048 + (FP8 ? 64 : 0);
+static_assert(!FP8 || BLOCK_M <= LOADERS, "a thread has the scale of a row");
 
 // A stage of S and B: STAGE_GROUPS groups, of gate and then of up.
 DEVICE void load_delta(const Loader &me, Stage &stage, int rows, int group, int count) {
@@ -144,25 +149,39 @@ DEVICE void load_all(const Arguments &p, const TensorMap *w_map, const TensorMap
         }
         int row = expert * p.weight_rows + me.column();
         const char *x = p.x + me.chunk * 16;
-        for (int k = 0; k < p.size_k; k += 64) {
+#if FP8
+        const float *x_scales = p.x_scales;
+        if (!GATHER)
+            x_scales += first;
+        else if (me.t < rows)
+            x_scales += (i64)(load_shared_u32(pairs + me.t * 4) / TOP_K) * (p.size_k / STEP);
+#endif
+        for (int k = 0; k < p.size_k; k += STEP) {
             barrier_wait(stage.empty(), stage.parity ^ 1);
             if (me.t == 0) {
-                barrier_expect(stage.full(), W_BYTES + (GATHER ? 0 : sixteens * 2048));
+                barrier_expect(stage.full(), W_BYTES + (GATHER ? 0 : sixteens * ROWS_BYTES));
                 load_tile(stage.weights(), w_map, stage.full(), k, row + START0);
                 load_tile(stage.weights() + W_BYTES / 2, w_map, stage.full(), k, row + START1);
                 if (!GATHER) {
                     for (int i = 0; i < sixteens; ++i)
                         load_tile(stage.rows() + i * 2048, h_map, stage.full(), k, first + i * 16);
+#if FP8
+                    load_bytes(stage.row_scales(), x_scales, sixteens * 64, stage.full());
+                    x_scales += p.scale_rows;
+#endif
                 }
             }
             if (GATHER) {
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
                     if (i * 16 + me.row < rows)
-                        copy_16(stage.rows() + me.to + i * 2048, x + (u64)x_rows[i] * 16 + k * 2, 16);
+                        copy_16(stage.rows() + me.to + i * 2048, x + (u64)x_rows[i] * 16 + k * WIDTH, 16);
                 }
+#if FP8
+                if (me.t < rows) copy_4(stage.row_scales() + me.t * 4, x_scales + k / STEP);
+#endif
                 copies_arrive(stage.full());
-            } else if (WEIGHTED && k + 64 == p.size_k) {
+            } else if (WEIGHTED && k + STEP == p.size_k) {
 #pragma unroll
                 for (int i = 0; i < SHARE; ++i) {
                     int r = me.t + i * LOADERS;

@@ -32,6 +32,9 @@ struct Multiplier {
     u32 base, out;
     int group, t, warp, lane;
     u32 part = 0;  // of `out`, that is written next
+    // Of FP8: see ask_scales; and the item after this one, -1 = none.
+    float left_scale = 0.0f, right_scale = 0.0f;
+    int later = -1, later_info = 0;
 
     DEVICE Multiplier(u32 base_, int group_, int thread)
         : base(base_), group(group_), t(thread), warp(thread >> 5), lane(thread & 31) {
@@ -62,6 +65,10 @@ struct Multiplier {
         }
     }
 };
+
+#if FP8
+#include "moe_gemm_fp8.h"
+#endif
 
 // Bit q: the B of slot q of a stage has values that are not finite, in the columns of a warp group.
 DEVICE u32 broken_groups(const Multiplier &me, const Stage &stage) {
@@ -108,8 +115,14 @@ DEVICE void run_item(const Arguments &p, const TensorMap *out_map, Multiplier &m
     float left[N / 2], right[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) left[i] = right[i] = 0.0f;
-    u32 before = 0;
     bool is_marked = false;
+#if FP8
+    multiply_fp8<N>(p, me, stage, left, right, expert, tile);
+    settle(left);
+    settle(right);
+    if (me.later >= 0) ask_scales(p, me, me.later_info >> 8, me.later % p.num_tiles, 0);
+#else
+    u32 before = 0;
     for (int k = 0; k < p.size_k; k += 64) {
         barrier_wait(stage.full(), stage.parity);
         if (GATHER) proxy_fence();
@@ -131,6 +144,7 @@ DEVICE void run_item(const Arguments &p, const TensorMap *out_map, Multiplier &m
     if (me.t == 0) barrier_arrive(before);
     settle(left);
     settle(right);
+#endif
     if (LORA) {
         for (int group = 0; group < count; group += STAGE_GROUPS) {
             barrier_wait(stage.full(), stage.parity);
@@ -145,7 +159,7 @@ DEVICE void run_item(const Arguments &p, const TensorMap *out_map, Multiplier &m
             u64 b0 = tile_at(stage.weights() + me.group * 8192), s = tile_at(stage.rows());
 #pragma unroll
             for (int q = 0; q < STAGE_GROUPS; ++q) {
-                if (group + q >= count) break;
+                if ((q || !FP8) && group + q >= count) break;
                 products_begin();
                 Product<N, 1>::run(left, b0 + q * 128, s + 2 * q);
                 if (GATED)
@@ -187,14 +201,17 @@ DEVICE void run_item(const Arguments &p, const TensorMap *out_map, Multiplier &m
             right[i + 1] += mark.y;
         }
     }
-    // Two parts of the rows in turn: one is written while the copy engine reads the other.
-    constexpr int PART = (N / 16 + 1) / 2 * 16;
+#if FP8
+    if (!WEIGHTED) return store_h<N>(p, out_map, me, left, right, block, tile);
+#endif
+    // Parts of the rows in turn: one is written while the copy engine reads another.
+    constexpr int PART = FP8 ? 32 : (N / 16 + 1) / 2 * 16;
     u32 scales = me.base + SCALES_AT + (turn % SCALES * BLOCK_M + 2 * (me.lane & 3)) * 4;
 #pragma unroll
     for (int half = 0; half < 2 / SIDES; ++half) {
 #pragma unroll
-        for (int part = 0; part < (N > 16 ? 2 : 1); ++part) {
-            const int first = part * PART, last = part || N == 16 ? N : PART;
+        for (int part = 0; part < (N + PART - 1) / PART; ++part) {
+            const int first = part * PART, last = first + PART < N ? first + PART : N;
             me.begin_store();
             u32 to = me.store_at();
 #pragma unroll
@@ -231,11 +248,19 @@ DEVICE void multiply_all(const Arguments &p, const TensorMap *out_map, u32 base,
     int items = *p.live_blocks * p.num_tiles, turn = 0;
     int item = blockIdx.x;
     int info = item < items ? p.block_info[item / p.num_tiles] : 0;
+#if FP8
+    if (group == 1) turn_give(0);  // the first turn
+    if (item < items) ask_scales(p, me, info >> 8, item % p.num_tiles, 0);
+#endif
     while (item < items) {
         int block = item / p.num_tiles, tile = item % p.num_tiles;
         int expert = info >> 8, sixteens = ((info & 255) + 15) >> 4;
         int later = item + gridDim.x;
         info = later < items ? p.block_info[later / p.num_tiles] : 0;
+        if (FP8) {
+            me.later = later < items ? later : -1;
+            me.later_info = info;
+        }
         int count = 0;
         if (LORA) count = __shfl_sync(0xFFFFFFFF, load_global(p.group_count + block), 0);
 #define CASE(n)                                                                        \
@@ -248,5 +273,8 @@ DEVICE void multiply_all(const Arguments &p, const TensorMap *out_map, u32 base,
         item = later;
         ++turn;
     }
+#if FP8
+    if (group == 0) turn_wait(0);  // takes the last turn that was given
+#endif
     if (thread == 0) stores_done();
 }
