@@ -59,7 +59,7 @@ class Spec:
             "ALPHA": _float(self.alpha), "HAS_LIMIT": int(self.limit is not None),
             "LIMIT": _float(self.limit or 0.0), "UP_SHIFT": _float(self.up_shift),
             "BIAS": DTYPES[self.bias] if self.bias else 0, "WEIGHT": DTYPES[self.weight],
-            "FP8": int(self.fp8), **({"TURNS": self.turns} if self.fp8 else {}),
+            "FP8": int(self.fp8), "TURNS": self.turns,
         }  # fmt: skip
         return base_options(self.block_m, macros)
 
@@ -68,11 +68,9 @@ class Spec:
         """Shared memory of a program, as the source lays it out, and room to align it."""
         stage = 256 * 128 + self.block_m * 128
         part = (32 if self.fp8 else (self.block_m // 16 + 1) // 2 * 16) * 128
-        scales = self.stages + 1 + self.stages if self.fp8 else 4  # routing weights, rows' scales
-        scales_and_marks, meta = (
-            (scales + 2) * self.block_m * 4,
-            2 * (2 * self.block_m * 4 + 512),
-        )
+        scales = 2 * self.stages + 1 if self.fp8 else 4  # routing weights, and rows' scales
+        scales_and_marks = (scales + 2) * self.block_m * 4
+        meta = 2 * (2 * self.block_m * 4 + 512)
         barriers, alignment = 16 * self.stages + 16, 1024
         fixed = 4 * part + scales_and_marks + meta + barriers + alignment
         return self.stages * stage + fixed
@@ -99,7 +97,7 @@ class Arguments(ctypes.Structure):
 class Fp8Arguments(Arguments):
     """The same of FP8 weights."""
 
-    _fields_ = (
+    _fields_ = (  # type: ignore[assignment]  # more of them, behind those of the base
         ("x_scales", c_void_p), ("weight_scales", c_void_p), ("h_values", c_void_p),
         ("h_scales", c_void_p), ("scale_rows", c_int64),
     )  # fmt: skip

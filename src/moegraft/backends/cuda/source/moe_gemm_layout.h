@@ -53,6 +53,11 @@ constexpr int TILE_COLUMNS = GATED ? 128 : 256;
 // Groups of 16 rank rows in one stage.
 constexpr int STAGE_GROUPS = 4 / SIDES;
 constexpr int LOADERS = 128;
+// A program starts with 168 registers per thread, and has no more to hand out: asking for more would
+// wait for ever. FP8 has a product beside its sums.
+constexpr int LOAD_REGISTERS = !FP8 ? 56 : LORA && (BIAS || TURNS) ? 24 : 40;
+constexpr int MULTIPLY_REGISTERS = (3 * 168 - LOAD_REGISTERS) / 2;
+static_assert(MULTIPLY_REGISTERS % 8 == 0, "registers are handed out by eight");
 
 DEVICE float as_float(const void *values, i64 i, int type) {
     if (type == 1) return ((const float *)values)[i];

@@ -32,9 +32,10 @@ struct Multiplier {
     u32 base, out;
     int group, t, warp, lane;
     u32 part = 0;  // of `out`, that is written next
-    // Of FP8: see ask_scales; and the item after this one, -1 = none.
-    float left_scale = 0.0f, right_scale = 0.0f;
-    int later = -1, later_info = 0;
+#if FP8
+    float left_scale = 0.0f, right_scale = 0.0f;  // see ask_scales
+    int later = -1, later_info = 0;  // the item after this one, -1 = none
+#endif
 
     DEVICE Multiplier(u32 base_, int group_, int thread)
         : base(base_), group(group_), t(thread), warp(thread >> 5), lane(thread & 31) {
@@ -257,10 +258,10 @@ DEVICE void multiply_all(const Arguments &p, const TensorMap *out_map, u32 base,
         int expert = info >> 8, sixteens = ((info & 255) + 15) >> 4;
         int later = item + gridDim.x;
         info = later < items ? p.block_info[later / p.num_tiles] : 0;
-        if (FP8) {
-            me.later = later < items ? later : -1;
-            me.later_info = info;
-        }
+#if FP8
+        me.later = later < items ? later : -1;
+        me.later_info = info;
+#endif
         int count = 0;
         if (LORA) count = __shfl_sync(0xFFFFFFFF, load_global(p.group_count + block), 0);
 #define CASE(n)                                                                        \
