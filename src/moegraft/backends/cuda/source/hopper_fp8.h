@@ -32,6 +32,14 @@ DEVICE u32 bytes_of(float low, float high) {
     return both;
 }
 
+// 1 / (1 + exp(-x)): three instructions fewer than as a division: subnormals count as 0.
+DEVICE float sigmoid(float x) {
+    float power, inverse;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+    return inverse;
+}
+
 // [64, 32] of weights by [32, N] of rows, both e4m3: `set` d, or `add` to it. 32 columns more are 2
 // more. A thread's values are those of Product.
 template <int N>

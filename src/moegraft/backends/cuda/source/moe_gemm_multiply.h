@@ -1,9 +1,11 @@
 // The warp groups of moe_gemm that multiply, apply what follows and store; see moe_gemm.cu.
 #pragma once
+#include "hopper_fp8.h"
 #include "moe_gemm_layout.h"
 #include "product.h"
 
 DEVICE float pointwise(float x) {
+    if (FP8 && KIND == 0) return x * sigmoid(ALPHA * x);
     if (KIND == 0) return __fdividef(x, 1.0f + __expf(-ALPHA * x));
     if (KIND == 1) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
     if (KIND == 2) {
@@ -24,7 +26,7 @@ DEVICE float gated(float gate, float up) {
         gate = below(gate, LIMIT);
         up = above(below(up, LIMIT), -LIMIT);
     }
-    return pointwise(gate) * (up + UP_SHIFT);
+    return pointwise(gate) * (FP8 && UP_SHIFT == 0.0f ? up : up + UP_SHIFT);
 }
 
 // One of the two warp groups that multiply.
