@@ -28,12 +28,16 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
     Args:
         call: the layer call.
         config: tiles.
-        other: of the decode kernels, for weights that no tensor map can read.
+        other: of the decode kernels, for weights that no tensor map can read, and quantised ones
+            beside an arena of another dtype.
 
     Returns:
         ``[T, H]`` in x's dtype.
     """
-    if not has_tensor_map(call.weights):
+    arena = None if call.table is None else call.table.arena.data
+    quantised = call.weights.scales is not None
+    other_dtype = arena is not None and arena.dtype != call.weights.dtype
+    if not has_tensor_map(call.weights) or (quantised and other_dtype):
         return run_layer(call, other)
     call = prepared(call)
     most = max_pairs(call.weights, call.table if call.lora else None)
@@ -45,9 +49,10 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
         return out
     top_k, hidden = call.topk_ids.shape[1], weights.hidden
     gemms: Any = portable
-    if config.hopper and (table is None or table.arena.data.dtype == weights.dtype):
-        from moegraft.backends.triton.prefill import hopper as gemms
+    if config.hopper and not other_dtype:
+        from moegraft.backends.triton.prefill import hopper, hopper_fp8
 
+        gemms = hopper_fp8 if quantised else hopper
         x = gemms.aligned(x)
     elif config.hopper:
         config = PrefillConfig()
