@@ -20,7 +20,7 @@ for f in "nvfp4 q30" "mxfp4 gpt_oss_20b"; do set -- $f
   python3 - $OUT/ncu-$1.csv <<'P'
 import csv, re, sys
 WANT = r"time_duration|throughput.avg.pct|bytes_read.sum$|warps_active.avg.pct|inst_executed.sum$|issue_active|inst_issued.avg|pipe_\w+.*(pct|sum$)|stalled.*ratio|registers_per|occupancy_limit|shared_mem_per_block|grid_size|wavefronts.*(pct|sum$)|conflict|hit_rate"
-rows = [r for r in csv.reader(open(sys.argv[1], errors="replace")) if len(r) > 20]
+rows = [r for r in csv.reader(open(sys.argv[1], errors="replace")) if len(r) > 100]
 if len(rows) < 3: print("no ncu rows:", open(sys.argv[1], errors="replace").read()[-1500:])
 for i, name in enumerate(rows[0]) if rows else ():
     if name == "Kernel Name" or re.search(WANT, name): print(name[:75].ljust(76), *[r[i][:24].rjust(24) for r in rows[1:]])

@@ -1,8 +1,9 @@
-"""Run a decode kernel's CUDA C++ on the CPU: the real source, with cuda_on_cpu.h for instructions."""
+"""Run a decode kernel's CUDA C++ on the CPU: its source, with cuda_on_cpu.h for instructions."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import shutil
 import subprocess
 from functools import cache
@@ -31,12 +32,12 @@ def _library(spec: Fp4Spec, early: bool, folder: Path) -> ctypes.CDLL:
         (folder / path.name).write_text(text)
     header = (Path(__file__).parent / "cuda_on_cpu.h").read_text()
     (folder / "decode.h").write_text(header)
-    name = f"{abs(hash((spec, early)))}.so"
+    name = hashlib.sha256(repr((spec, early)).encode()).hexdigest()[:16] + ".so"
     macros = [option for option in spec.options() if option.startswith("-D")]
     limits = [f"-DSHARED_BYTES={spec.shared_bytes}", f"-DEARLY={int(early)}"]
     command = [
-        str(COMPILER), "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-x", "c++",
-        *macros, *limits, "fp4_decode.cu", "-o", name,
+        str(COMPILER), "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC",
+        "-x", "c++", *macros, *limits, "fp4_decode.cu", "-o", name,
     ]  # fmt: skip
     subprocess.run(command, cwd=folder, check=True)
     return ctypes.CDLL(str(folder / name))

@@ -1,4 +1,4 @@
-"""The decode kernel over 4-bit weights: its source runs on the CPU, thread by thread; and compiles."""
+"""The decode kernel over 4-bit weights: its source runs on the CPU, thread by thread."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import COMPILER, run
 
+from cuda_on_cpu import COMPILER, run
 from moegraft.activations import apply_activation
 from moegraft.backends.cuda.fp4_decode import Fp4Arguments, Fp4Spec
 from moegraft.quant.experts import expert_matrix, quantise_experts
@@ -74,12 +74,13 @@ class Block:
         keep = [aligned(x), aligned(side), aligned(grid.view(torch.uint8)), row_pair, info]
         p = Fp4Arguments(
             x=keep[0].data_ptr(), weight=keep[1].data_ptr(), scales=keep[2].data_ptr(),
-            globals=0 if whole is None else whole.data_ptr(), bias=0 if bias is None else bias.data_ptr(),
-            topk_weights=topk_weights.data_ptr(), row_pair=row_pair.data_ptr(), block_info=info.data_ptr(),
+            globals=0 if whole is None else whole.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(), topk_weights=topk_weights.data_ptr(),
+            row_pair=row_pair.data_ptr(), block_info=info.data_ptr(),
             h_counter=counter.data_ptr(), h=0 if spec.down else h.data_ptr(), out=out.data_ptr(),
-            x_stride=x.stride(0) * 2, weight_stride_e=side.stride(0), weight_stride_n=side.stride(1),
-            scale_stride_e=grid.stride(0), out_stride=size_n * 2,
-            global_stride=0 if whole is None or whole.dim() == 1 and not spec.down else whole.stride(0),
+            x_stride=x.stride(0) * 2, weight_stride_e=side.stride(0),
+            weight_stride_n=side.stride(1), scale_stride_e=grid.stride(0), out_stride=size_n * 2,
+            global_stride=0 if whole is None else whole.stride(0),
             bias_stride=0 if bias is None else bias.stride(0), size_n=size_n, num_tiles=tiles,
             num_pairs=num_pairs, h_tiles=5, splits=2,
         )  # fmt: skip
@@ -123,8 +124,9 @@ def make(
     act, form = weights.activation, weights.layout
     gated = form.gated and not down
     spec = Fp4Spec(
-        block_m, inter if down else hidden, stages, 2, name == "nvfp4", down, gated, 1 if down else 3,
-        delta=delta, kind=act.kind, alpha=act.alpha, limit=act.limit, up_shift=act.up_shift,
+        block_m, inter if down else hidden, stages, 2, name == "nvfp4", down, gated,
+        1 if down else 3, delta=delta, kind=act.kind, alpha=act.alpha, limit=act.limit,
+        up_shift=act.up_shift,
         bias=BF16 if biases else None,
     )  # fmt: skip
     if gated:
@@ -158,9 +160,16 @@ CASES: dict[str, dict[str, Any]] = {
     "nvfp4": {"name": "nvfp4", "sizes": (512, 64), "rows": 5},
     "mxfp4": {"name": "mxfp4", "sizes": (512, 64), "rows": 11},
     "up first": {"name": "nvfp4", "sizes": (256, 96), "rows": 16, "layout": "up_first"},
-    "no gate": {"name": "nvfp4", "sizes": (256, 160), "rows": 9, "layout": "no_gate", "activation": "relu2"},
-    "interleaved": {"name": "mxfp4", "sizes": (288, 96), "rows": 9, "layout": "interleaved", "activation": "clamped", "biases": True},
-    "interleaved nvfp4": {"name": "nvfp4", "sizes": (320, 96), "rows": 3, "layout": "interleaved", "biases": True},
+    "no gate": {
+        "name": "nvfp4", "sizes": (256, 160), "rows": 9, "layout": "no_gate", "activation": "relu2",
+    },
+    "interleaved": {
+        "name": "mxfp4", "sizes": (288, 96), "rows": 9, "layout": "interleaved",
+        "activation": "clamped", "biases": True,
+    },
+    "interleaved nvfp4": {
+        "name": "nvfp4", "sizes": (320, 96), "rows": 3, "layout": "interleaved", "biases": True,
+    },
     "partial step": {"name": "nvfp4", "sizes": (416, 32), "rows": 2},
     "one step": {"name": "mxfp4", "sizes": (64, 64), "rows": 1, "stages": 4},
     "32 rows": {"name": "nvfp4", "sizes": (256, 64), "rows": 27, "block_m": 32},

@@ -11,6 +11,7 @@ import torch
 from moegraft.errors import MoegraftError
 
 _SHARED_MEMORY_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
 _SWIZZLE_128 = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 _PROMOTE_256 = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
@@ -27,6 +28,7 @@ def _driver() -> ctypes.CDLL:
     found.cuLaunchKernel.argtypes = (
         c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p
     )  # fmt: skip
+    found.cuLaunchKernelEx.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p)
     return found
 
 
@@ -71,6 +73,37 @@ class Kernel:
             torch.cuda.current_stream().cuda_stream, pointers, None,
         )  # fmt: skip
         _check(code, "launch a kernel")
+
+    def launch_dependent(
+        self, programs: int, *arguments: ctypes._CData | ctypes.Array[ctypes.c_char]
+    ) -> None:
+        """As :meth:`launch`, but programs may start before the launch in front is complete.
+
+        They do once all of its programs have allowed it; see backends/triton/sync.py.
+        """
+        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+        attribute = _Attribute(_DEPENDENT_LAUNCH, 0, 1)
+        config = _Config(
+            programs, 1, 1, self.threads, 1, 1, self.shared_bytes,
+            torch.cuda.current_stream().cuda_stream, ctypes.pointer(attribute), 1,
+        )  # fmt: skip
+        code = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
+        _check(code, "launch a dependent kernel")
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: what it is, and a union of 64 bytes."""
+
+    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared_bytes")),
+        ("stream", c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", c_uint),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from moegraft.backends.triton.config import FusedConfig, GemmConfig, block_r
 from moegraft.backends.triton.device import DeviceFacts
 from moegraft.backends.triton.tuned_tiles import tuned_config
+from moegraft.backends.triton.weights import fp4_hopper
 from moegraft.backends.triton.weights.tiles import (
     quantised_candidates,
     quantised_config,
@@ -36,6 +37,8 @@ def choose_config(problem: Problem, device: DeviceFacts) -> tuple[FusedConfig, s
     config = _by_rules(problem) if plain else quantised_config(problem)
     while not config_ok(config, problem, device):
         config = _smaller(config) if plain else smaller(config)
+    if not plain and fp4_hopper.why_triton(problem, device) is None:
+        return fp4_hopper.decode_config(config, problem), "CUDA kernels over 4-bit weights"
     return config, "tiles by rule"
 
 
