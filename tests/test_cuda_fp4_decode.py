@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,20 @@ import torch
 
 from cuda_on_cpu import COMPILER, run
 from moegraft.activations import apply_activation
+from moegraft.backends.cuda import compiler
+from moegraft.backends.cuda.compiler import CompileError
+from moegraft.backends.cuda.driver import _Attribute, _Config
 from moegraft.backends.cuda.fp4_decode import Fp4Arguments, Fp4Spec
+from moegraft.backends.cuda.products import sources
 from moegraft.quant.experts import expert_matrix, quantise_experts
 from moegraft.testing import ACTIVATIONS, LAYOUTS, random_weights, relative_error
 from moegraft.types import ExpertWeights
 
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+needs_cpp = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+needs_compiler = pytest.mark.skipif(
+    not compiler.has_compiler(), reason=compiler.why_no_compiler() or ""
+)
 #: Where column j of 8 goes, in the order that words are widened in.
 ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 
@@ -178,6 +187,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@needs_cpp
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize("down", [False, True], ids=["gate_up", "down"])
 @pytest.mark.parametrize("case", CASES)
@@ -190,6 +200,7 @@ def test_rows_of_a_block(case: str, down: bool, early: bool, tmp_path: Path) -> 
     assert relative_error(found, expected(block)) < 4e-3
 
 
+@needs_cpp
 @pytest.mark.parametrize("delta", [BF16, torch.float32])
 @pytest.mark.parametrize("case", ["nvfp4", "interleaved", "no gate", "64 rows"])
 def test_deltas_reach_their_rows_alone(case: str, delta: torch.dtype, tmp_path: Path) -> None:
@@ -205,6 +216,7 @@ def test_deltas_reach_their_rows_alone(case: str, delta: torch.dtype, tmp_path: 
     assert not torch.equal(found[0], plain[0]) and not torch.equal(found[-1], plain[-1])
 
 
+@needs_cpp
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_one_hot_rows_read_the_exact_weights(name: str, tmp_path: Path) -> None:
     block = make(name, True, (144, 160), 16)
@@ -220,3 +232,48 @@ def test_one_hot_rows_read_the_exact_weights(name: str, tmp_path: Path) -> None:
         # Routing weights round once on the way there, once on the way back.
         wanted = matrix.T[first : first + 16]
         assert ((found - wanted).abs() <= wanted.abs() * 2**-8).all()
+
+
+SPECS = {
+    "q30 gate_up": Fp4Spec(16, 2048, 4, 3, True, False, True, 8, (0, 768), 1, (0, 1)),
+    "q30 gate_up with adapters": Fp4Spec(
+        16, 2048, 4, 3, True, False, True, 8, (768, 0), 1, (1, 0), delta=BF16
+    ),
+    "q30 down": Fp4Spec(16, 768, 4, 3, True, True, False, 1),
+    "gpt-oss gate_up": Fp4Spec(
+        64, 2880, 3, 2, False, False, True, 4, (0, 1), 2, delta=torch.float32, alpha=1.702,
+        limit=7.0, up_shift=1.0, bias=BF16,
+    ),
+    "gpt-oss down": Fp4Spec(32, 2880, 4, 3, False, True, False, 1, bias=BF16, weight=BF16),
+}  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", SPECS)
+def test_they_compile_for_hopper_without_spills(name: str) -> None:
+    spec = SPECS[name]
+    options = [*spec.options(), "--ptxas-options=-v"]
+    code, log = compiler.compile_now(*sources(spec), options)
+    assert code[:4] == b"\x7fELF"
+    assert "Compiling entry function 'fp4_decode'" in log, log
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
+    assert spills == [0, 0], log
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", SPECS)
+def test_the_host_gives_as_much_shared_memory_as_the_source_lays_out(name: str) -> None:
+    spec = SPECS[name]
+    _, headers = sources(spec)
+    layout = '#include "fp4_decode_layout.h"'
+    room = spec.shared_bytes
+    compiler.compile_now(f"{layout}\nstatic_assert(SHARED_END == {room});", headers, spec.options())
+    with pytest.raises(CompileError, match="static assertion"):
+        compiler.compile_now(
+            f"{layout}\nstatic_assert(SHARED_END != {room});", headers, spec.options()
+        )
+
+
+def test_arguments_are_laid_out_as_the_driver_reads_them() -> None:
+    assert (ctypes.sizeof(_Attribute), ctypes.sizeof(_Config)) == (72, 56)
+    assert (_Config.stream.offset, _Config.attributes.offset, _Config.count.offset) == (32, 40, 48)
