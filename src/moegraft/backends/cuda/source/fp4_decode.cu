@@ -58,7 +58,7 @@ struct Program {
         u32 bytes = SIZE_K % STEP && step * STEP + (lane & 3) * 32 >= SIZE_K ? 0 : 16;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            copy_16(base + stage + (i * THREADS + t) * 16, bytes ? w[i] + step * (STEP / 2) : w[i], bytes);
+            copy_16(base + stage + (i * THREADS + t) * 16, w[i] + step * (STEP / 2), bytes);
     }
 
     DEVICE void copy_rows(u32 stage, int step) {
@@ -66,7 +66,7 @@ struct Program {
 #pragma unroll
         for (int j = 0; j < TILES; ++j)
             if (j * 8 + (t >> 4) < rows)
-                copy_16(x_to + stage + j * 2048, bytes ? x[j] + step * (STEP * 2) : x[j], bytes);
+                copy_16(x_to + stage + j * 2048, x[j] + step * (STEP * 2), bytes);
     }
 
     // Ask for what the first steps need: weights first, since rows wait for their numbers, or for h.
