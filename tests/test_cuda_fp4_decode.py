@@ -88,7 +88,7 @@ class Block:
             row_pair=row_pair.data_ptr(), block_info=info.data_ptr(),
             h_counter=counter.data_ptr(), h=0 if spec.down else h.data_ptr(), out=out.data_ptr(),
             x_stride=x.stride(0) * 2, weight_stride_e=side.stride(0),
-            weight_stride_n=side.stride(1), scale_stride_e=grid.stride(0), out_stride=size_n * 2,
+            scale_stride_e=grid.stride(0), out_stride=size_n * 2,
             global_stride=0 if whole is None else whole.stride(0),
             bias_stride=0 if bias is None else bias.stride(0), size_n=size_n, num_tiles=tiles,
             num_pairs=num_pairs, h_tiles=5, splits=2,

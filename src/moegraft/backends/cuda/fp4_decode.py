@@ -97,8 +97,8 @@ class Fp4Arguments(ctypes.Structure):
         ("bias", c_void_p), ("topk_weights", c_void_p), ("row_pair", c_void_p),
         ("block_info", c_void_p), ("slots", c_void_p), ("states", c_void_p), ("delta", c_void_p),
         ("h_counter", c_void_p), ("h", c_void_p), ("out", c_void_p), ("x_stride", c_int64),
-        ("weight_stride_e", c_int64), ("weight_stride_n", c_int64), ("scale_stride_e", c_int64),
-        ("out_stride", c_int64), ("global_stride", c_int), ("bias_stride", c_int),
+        ("weight_stride_e", c_int64), ("scale_stride_e", c_int64), ("out_stride", c_int64),
+        ("global_stride", c_int), ("bias_stride", c_int),
         ("size_n", c_int), ("num_tiles", c_int), ("num_pairs", c_int), ("h_tiles", c_int),
         ("splits", c_int),
     )  # fmt: skip

@@ -15,29 +15,38 @@ DEVICE u32 x_place(int r, int c, int i) {
     return W_BYTES + line * 128 + ((r ^ c) & 1) * 64 + ((c ^ i) & 3) * 16;
 }
 
-// Which row of an expert's weights, or of the tile's scales, is row `local` of the 16 of a product.
-DEVICE int weight_row(int first, int warp, int product, int local) {
-    if (!GATED) return first + warp * 32 + product * 16 + local;
-    return (product ? UP_START : GATE_START) + (first + warp * 16 + local) * COLUMN_STEP;
+// The first row of an expert's weights that a product of a warp has, and of the tile's scales. Both sides
+// are one distance apart in all programs.
+DEVICE int weight_row(int first, int warp, int product) {
+    if (!GATED) return first + warp * 32 + product * 16;
+    return (product ? UP_START : GATE_START) + (first + warp * 16) * COLUMN_STEP;
 }
 
-DEVICE int scale_row(int warp, int product, int local) {
-    if (!GATED) return warp * 32 + product * 16 + local;
-    if (COLUMN_STEP == 1) return product * COLUMNS + warp * 16 + local;
-    return (product ? UP_START : GATE_START) + (warp * 16 + local) * 2;
+DEVICE int scale_row(int warp, int product) {
+    if (!GATED) return warp * 32 + product * 16;
+    if (COLUMN_STEP == 1) return product * COLUMNS + warp * 16;
+    return (product ? UP_START : GATE_START) + warp * 32;
 }
 
-// Copy the scales of rows [from, from + rows) of an expert to the tile's rows from `to` on.
+// Bytes from a thread's first row to its others, two of each product; of weights and of scales.
+DEVICE int weight_bytes(int i) {
+    return (weight_row(0, 0, i >> 1) - weight_row(0, 0, 0) + (i & 1) * 8 * COLUMN_STEP) * (SIZE_K / 2);
+}
+
+DEVICE int scale_bytes(int i) {
+    return (scale_row(0, i >> 1) - scale_row(0, 0) + (i & 1) * 8 * COLUMN_STEP) * PITCH;
+}
+
+// Copy the scales of up to MOST rows of an expert, from row `from` on, to the tile's rows from `to` on.
+template <int MOST>
 DEVICE void copy_scales(u32 base, const char *scales, int from, int rows, int to, int t) {
     const char *source = scales + (i64)from * ACROSS;
-    if (ACROSS % 16) {
-        for (int i = t * 16; i < rows * ACROSS; i += THREADS * 16)
-            copy_16(base + SCALES_AT + to * PITCH + i, source + i, 16);
-    } else {
-        for (int i = t; i < rows * (ACROSS / 16); i += THREADS) {
-            u32 row = i / (ACROSS / 16), at = i % (ACROSS / 16) * 16;
-            copy_16(base + SCALES_AT + (to + row) * PITCH + at, source + row * ACROSS + at, 16);
-        }
+    u32 target = base + SCALES_AT + to * PITCH;
+#pragma unroll
+    for (int turn = 0; turn < (MOST * ACROSS / 16 + THREADS - 1) / THREADS; ++turn) {
+        int i = turn * THREADS + t;
+        int pad = ACROSS % 16 ? 0 : i / (ACROSS / 16 ? ACROSS / 16 : 1) * (PITCH - ACROSS);
+        if (i * 16 < rows * ACROSS) copy_16(target + i * 16 + pad, source + i * 16, 16);
     }
 }
 
@@ -46,8 +55,8 @@ struct Program {
     const Arguments &p;
     u32 base;
     int block, first, expert, rows, t, warp, lane;
-    const char *w[4], *x[TILES];
-    u32 x_to, x_from[4], scales_from;
+    const char *w, *x[TILES];
+    u32 x_bytes[TILES], x_to, x_from[4], scales_from;
     float sums[2][TILES][4];
 
     DEVICE Program(const Arguments &p_, u32 base_, int block_, int first_, int info)
@@ -56,17 +65,17 @@ struct Program {
 
     DEVICE void copy_weights(u32 stage, int step) {
         u32 bytes = SIZE_K % STEP && step * STEP + (lane & 3) * 32 >= SIZE_K ? 0 : 16;
+        const char *from = w + step * (STEP / 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            copy_16(base + stage + (i * THREADS + t) * 16, w[i] + step * (STEP / 2), bytes);
+            copy_16(base + stage + (i * THREADS + t) * 16, from + weight_bytes(i), bytes);
     }
 
     DEVICE void copy_rows(u32 stage, int step) {
-        u32 bytes = SIZE_K % STEP && step * STEP + (t & 15) * 8 >= SIZE_K ? 0 : 16;
+        bool none = SIZE_K % STEP && step * STEP + (t & 15) * 8 >= SIZE_K;
 #pragma unroll
         for (int j = 0; j < TILES; ++j)
-            if (j * 8 + (t >> 4) < rows)
-                copy_16(x_to + stage + j * 2048, x[j] + step * (STEP * 2), bytes);
+            copy_16(x_to + stage + j * 2048, x[j] + step * (STEP * 2), none ? 0 : x_bytes[j]);
     }
 
     // Ask for what the first steps need: weights first, since rows wait for their numbers, or for h.
@@ -78,30 +87,26 @@ struct Program {
             pairs[j] = load_past_l1(p.row_pair + block * BLOCK_M + (row < rows ? row : 0));
         }
         int own = t < rows ? load_past_l1(p.row_pair + block * BLOCK_M + t) : 0;
-        const char *weights = p.weight + expert * p.weight_stride_e + (lane & 3) * 16;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            int local = (lane >> 2) + (i & 1) * 8;
-            int column = GATED ? first + warp * 16 : first + warp * 32 + (i >> 1) * 16;
-            // Columns that are not there: the first ones instead, and nobody stores them.
-            int row = column < p.size_n ? weight_row(first, warp, i >> 1, local)
-                                        : weight_row(0, 0, GATED ? i >> 1 : 0, local);
-            w[i] = weights + row * p.weight_stride_n;
-        }
+        // A warp whose columns are not there has the first ones instead, and nobody stores them.
+        bool there = first + warp * (COLUMNS / 4) < p.size_n;
+        int row = weight_row(there ? first : 0, there ? warp : 0, 0) + (lane >> 2) * COLUMN_STEP;
+        w = p.weight + expert * p.weight_stride_e + (i64)row * (SIZE_K / 2) + (lane & 3) * 16;
         const char *scales = p.scales + expert * p.scale_stride_e;
         int live = min(COLUMNS, p.size_n - first);
         if (GATED && COLUMN_STEP == 1) {
-            copy_scales(base, scales, GATE_START + first, live, 0, t);
-            copy_scales(base, scales, UP_START + first, live, COLUMNS, t);
+            copy_scales<COLUMNS>(base, scales, GATE_START + first, live, 0, t);
+            copy_scales<COLUMNS>(base, scales, UP_START + first, live, COLUMNS, t);
         } else {
-            copy_scales(base, scales, first * SIDES, live * SIDES, 0, t);
+            copy_scales<TILE_ROWS>(base, scales, first * SIDES, live * SIDES, 0, t);
         }
         x_to = base + x_place(t >> 4, (t >> 2) & 3, t & 3);
 #pragma unroll
         for (int i = 0; i < 4; ++i) x_from[i] = base + x_place(lane >> 2, lane & 3, i);
-        scales_from = base + SCALES_AT + scale_row(warp, 0, lane >> 2) * PITCH + (lane & 3) * (32 / WIDTH);
+        scales_from = base + SCALES_AT + (scale_row(warp, 0) + (lane >> 2) * COLUMN_STEP) * PITCH +
+                      (lane & 3) * (32 / WIDTH);
 #pragma unroll
         for (int j = 0; j < TILES; ++j) {
+            x_bytes[j] = j * 8 + (t >> 4) < rows ? 16 : 0;
             x[j] = p.x + (DOWN ? pairs[j] : pairs[j] / TOP_K) * p.x_stride + (t & 15) * 16;
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[0][j][i] = sums[1][j][i] = 0.0f;
@@ -156,8 +161,7 @@ struct Program {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             words[i] = load_shared_16(base + stage + (i * THREADS + t) * 16);
-            int row = scale_row(0, i >> 1, (i & 1) * 8) - scale_row(0, 0, 0);
-            scales[i] = widen_scales(load_scales(at + row * PITCH));
+            scales[i] = widen_scales(load_scales(at + scale_bytes(i)));
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

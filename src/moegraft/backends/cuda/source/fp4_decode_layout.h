@@ -17,7 +17,7 @@ struct Arguments {
     int *h_counter;            // [blocks]
     char *h;                   // [P, N], or null
     char *out;                 // [P, N]: y; or h in the order of `widen`
-    i64 x_stride, weight_stride_e, weight_stride_n, scale_stride_e, out_stride;  // bytes
+    i64 x_stride, weight_stride_e, scale_stride_e, out_stride;  // bytes
     int global_stride, bias_stride, size_n, num_tiles, num_pairs;
     int h_tiles;               // DOWN: what a block's counter reaches when its rows of x are there
     int splits;                // LORA: parts of a pair's delta
@@ -39,6 +39,7 @@ static_assert(SIZE_K % 32 == 0, "rows of the weights in whole 16 bytes");
 static_assert(BLOCK_M * SUM_PITCH <= SCALES_AT, "sums take the stages' place");
 static_assert(BLOCK_M % 8 == 0 && BLOCK_M <= THREADS, "a thread per row");
 static_assert(PAIRS_AT % 16 == 0, "aligned");
+static_assert(COLUMN_STEP == 1 || (GATED && COLUMN_STEP == 2), "rows of a side: together, or every other");
 
 // Numbers of dtypes, as in moe_gemm_layout.h.
 DEVICE float as_float(const void *values, i64 i, int type) {

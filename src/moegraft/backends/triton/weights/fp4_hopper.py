@@ -51,28 +51,22 @@ def why_triton(problem: Problem, device: DeviceFacts) -> str | None:
 
 def decode_config(config: FusedConfig, problem: Problem) -> FusedConfig:
     """Return the tiles of these GEMMs for a problem that they take, from those of Triton's."""
-    gate_up = GemmConfig(TILE_ROWS // (2 if problem.gated else 1), STEP, 4, 4, True)
-    stages = 4 if config.block_m <= 32 else 3
+    # With few pairs a multiprocessor has one program, which must ask for more at once.
+    stages = 5 if config.merged else 3
+    gate_up = GemmConfig(TILE_ROWS // (2 if problem.gated else 1), STEP, 4, stages, True)
     down = GemmConfig(TILE_ROWS, STEP, 4, stages, True)
-    return replace(
-        config, gate_up=replace(gate_up, num_stages=stages), down=down, merged=False, cuda_fp4=True
-    )
+    return replace(config, gate_up=gate_up, down=down, merged=False, cuda_fp4=True)
 
 
 def can_read(weights: ExpertWeights) -> bool:
-    """True when rows of values and scales can be copied 16 bytes at a time."""
+    """True when an expert's values and scales lie together, on whole 16 bytes."""
     scales = weights.scales
     if scales is None:
         return False
-    values = all(
-        w.stride(2) == 1
-        and not any(n % _ALIGNMENT for n in (w.stride(0), w.stride(1), w.data_ptr()))
-        for w in (weights.gate_up, weights.down)
-    )
-    return values and all(
-        grid[0].is_contiguous()
-        and not any(n % _ALIGNMENT for n in (grid.stride(0), grid.data_ptr()))
-        for grid in (scales.gate_up, scales.down)
+    return all(
+        part[0].is_contiguous()
+        and not any(n % _ALIGNMENT for n in (part.stride(0), part.data_ptr()))
+        for part in (weights.gate_up, weights.down, scales.gate_up, scales.down)
     )
 
 
@@ -157,8 +151,8 @@ def _arguments(
         bias=0 if bias is None else bias.data_ptr(), row_pair=ws.row_pair.data_ptr(),
         block_info=ws.block_info.data_ptr(), h_counter=ws.h_counter.data_ptr(),
         out=out.data_ptr(), x_stride=x.stride(0) * x.element_size(),
-        weight_stride_e=weight.stride(0), weight_stride_n=weight.stride(1),
-        scale_stride_e=grid.stride(0), out_stride=out.stride(0) * out.element_size(),
+        weight_stride_e=weight.stride(0), scale_stride_e=grid.stride(0),
+        out_stride=out.stride(0) * out.element_size(),
         global_stride=0 if whole is None else whole.stride(0),
         bias_stride=0 if bias is None else bias.stride(0),
         size_n=weights.hidden if down else weights.intermediate, num_pairs=ws.num_pairs,
