@@ -57,17 +57,16 @@ for T in (int(t) for t in args[2].split(",")):
     today = quantised_config(problem).overlapping(True)
     cuda = cuda.overlapping(True)
     variants = {"cuda": cuda, "today": today}
-    if not warm:
-        for s in ((4, 4), (3, 4), (4, 3), (5, 5), (2, 2)):
-            variants[f"cuda s{s[0]}{s[1]}"] = stages(cuda, *s)
-        if T >= 256:
-            variants["cuda m32"] = stages(block(cuda, 32), 3, 3)
-            variants["cuda m64"] = stages(block(cuda, 64), 2, 2)
-        if T <= 64:
-            variants["cuda d132"] = replace(cuda, delta_programs=132)
-            variants["cuda d528"] = replace(cuda, delta_programs=528)
-        if T >= 16:
-            variants["cuda L2_128"] = cuda  # last but bf16: each copy asks the L2 for the line's rest
+    for s in ((4, 4), (3, 4), (4, 3), (5, 5), (2, 2)):
+        variants[f"cuda s{s[0]}{s[1]}"] = stages(cuda, *s)
+    if T >= 256:
+        variants["cuda m32"] = stages(block(cuda, 32), 3, 3)
+        variants["cuda m64"] = stages(block(cuda, 64), 2, 2)
+    if T <= 64:
+        variants["cuda d132"] = replace(cuda, delta_programs=132)
+        variants["cuda d528"] = replace(cuda, delta_programs=528)
+    if T >= 16:
+        variants["cuda L2_128"] = cuda  # last but bf16: each copy asks the L2 for the line's rest
     wanted = {}
     for name, config in variants.items():
         found = {"fmt": fmt, "T": T, "tiles": name}
