@@ -62,6 +62,9 @@ for T in (int(t) for t in args[2].split(",")):
     if T >= 256:
         variants["cuda m32"] = stages(block(cuda, 32), 3, 3)
         variants["cuda m64"] = stages(block(cuda, 64), 2, 2)
+    if T == 1:
+        for q in (1, 2, 4):
+            variants[f"cuda parts{q}"] = replace(cuda, gate_up_parts=q, down_parts=q)
     if T <= 64:
         variants["cuda d132"] = replace(cuda, delta_programs=132)
         variants["cuda d528"] = replace(cuda, delta_programs=528)

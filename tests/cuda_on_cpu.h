@@ -25,7 +25,7 @@ using std::min;
 #define __grid_constant__
 #define __launch_bounds__(...)
 
-constexpr int MAX_THREADS = 128;
+constexpr int MAX_THREADS = THREAD_COUNT;
 char memory[232448];
 
 struct Copy { u32 to; char bytes[16]; const char *from; };
@@ -34,7 +34,7 @@ struct Fiber {
     std::vector<char> stack;
     std::vector<std::vector<Copy>> groups;
     std::vector<Copy> open;
-    int waits = 0, products = 0;  // barriers and products so far
+    int waits = 0, group_waits = 0, products = 0;  // barriers and products so far
     bool done = false;
     u32 operands[2][6];
 };
@@ -59,6 +59,17 @@ inline void __syncthreads() {
         }
         if (all) return;
         yield();
+    }
+}
+
+// Of the 128 threads around this one, which all name the same barrier.
+inline void group_sync(u32 number) {
+    if ((int)number != 1 + running / 128) fail("a barrier of another group");
+    int mine = ++me().group_waits, first = running & ~127;
+    for (bool all = false; !all;) {
+        all = true;
+        for (int i = 0; i < 128; ++i) all = all && fibers[first + i].group_waits >= mine;
+        if (!all) yield();
     }
 }
 
@@ -173,7 +184,7 @@ inline void run_program(int block, int programs) {
         Fiber &f = me();
         f.stack.resize(1 << 16);
         f.groups.clear(), f.open.clear();
-        f.waits = f.products = 0, f.done = false;
+        f.waits = f.group_waits = f.products = 0, f.done = false;
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.data();
         f.context.uc_stack.ss_size = f.stack.size();

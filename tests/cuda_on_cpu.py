@@ -35,6 +35,7 @@ def _library(spec: Fp4Spec, early: bool, folder: Path) -> ctypes.CDLL:
     name = hashlib.sha256(repr((spec, early)).encode()).hexdigest()[:16] + ".so"
     macros = [option for option in spec.options() if option.startswith("-D")]
     limits = [f"-DSHARED_BYTES={spec.shared_bytes}", f"-DEARLY={int(early)}"]
+    limits.append(f"-DTHREAD_COUNT={spec.threads}")
     command = [
         str(COMPILER), "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC",
         "-x", "c++", *macros, *limits, "fp4_decode.cu", "-o", name,

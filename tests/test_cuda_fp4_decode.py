@@ -121,7 +121,7 @@ class Block:
 def make(
     name: str, down: bool, sizes: tuple[int, int], rows: int, layout: str = "gate_first",
     activation: str = "silu", biases: bool = False, block_m: int = 16, stages: int = 3,
-    delta: torch.dtype | None = None,
+    delta: torch.dtype | None = None, parts: int = 1,
 ) -> Block:  # fmt: skip
     """Random weights of three experts; sizes are H and I."""
     hidden, inter = sizes
@@ -136,7 +136,7 @@ def make(
         block_m, inter if down else hidden, stages, 2, name == "nvfp4", down, gated,
         1 if down else 3, delta=delta, kind=act.kind, alpha=act.alpha, limit=act.limit,
         up_shift=act.up_shift,
-        bias=BF16 if biases else None,
+        bias=BF16 if biases else None, parts=parts,
     )  # fmt: skip
     if gated:
         gate, up = (form.columns(side, inter).start for side in ("gate", "up"))
@@ -184,6 +184,8 @@ CASES: dict[str, dict[str, Any]] = {
     "32 rows": {"name": "nvfp4", "sizes": (256, 64), "rows": 27, "block_m": 32},
     "64 rows": {"name": "mxfp4", "sizes": (256, 64), "rows": 51, "block_m": 64},
     "few of 64": {"name": "mxfp4", "sizes": (256, 64), "rows": 12, "block_m": 64},
+    "four parts": {"name": "nvfp4", "sizes": (1280, 64), "rows": 3, "parts": 4, "stages": 2},
+    "uneven parts": {"name": "mxfp4", "sizes": (672, 64), "rows": 9, "parts": 4},
 }  # fmt: skip
 
 
@@ -238,6 +240,9 @@ SPECS = {
     "q30 gate_up": Fp4Spec(16, 2048, 4, 3, True, False, True, 8, (0, 768), 1, (0, 1)),
     "q30 gate_up with adapters": Fp4Spec(
         16, 2048, 4, 3, True, False, True, 8, (768, 0), 1, (1, 0), delta=BF16
+    ),
+    "q30 gate_up of one token": Fp4Spec(
+        16, 2048, 4, 1, True, False, True, 8, (0, 768), 1, (0, 1), parts=4
     ),
     "q30 down": Fp4Spec(16, 768, 4, 3, True, True, False, 1),
     "gpt-oss gate_up": Fp4Spec(

@@ -33,10 +33,10 @@ class Fp4Spec:
         global_index: of the whole scales of gate and up.
         delta: dtype of the deltas that are added; None = none.
         bias, weight: dtypes, None = none.
+        parts: groups of warps that share a program's K loop, with stages of their own.
     """
 
     name: ClassVar[str] = "fp4_decode"
-    threads: ClassVar[int] = 128
     block_m: int
     size_k: int
     stages: int
@@ -55,12 +55,18 @@ class Fp4Spec:
     up_shift: float = 0.0
     bias: torch.dtype | None = None
     weight: torch.dtype = torch.float32
+    parts: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program: four warps for each part."""
+        return 128 * self.parts
 
     def options(self) -> list[str]:
         """Return the compiler's options: no sum may be rounded otherwise in another kernel."""
         macros: dict[str, object] = {
-            "SIZE_K": self.size_k, "STAGES": self.stages, "PROGRAMS": self.programs,
-            "NV": int(self.nv), "DOWN": int(self.down), "GATED": int(self.gated),
+            "SIZE_K": self.size_k, "PARTS": self.parts, "STAGES": self.stages,
+            "PROGRAMS": self.programs, "NV": int(self.nv), "DOWN": int(self.down), "GATED": int(self.gated),
             "LORA": int(self.delta is not None), "DELTA": DTYPES[self.delta] if self.delta else 0,
             "TOP_K": self.top_k, "GATE_START": self.starts[0], "UP_START": self.starts[1],
             "COLUMN_STEP": self.step, "GATE_GLOBAL": self.global_index[0],
@@ -82,7 +88,7 @@ class Fp4Spec:
         across = self.size_k // (16 if self.nv else 32)
         pitch = across if across % 16 else (across // 16 | 1) * 16
         stage = TILE_ROWS * STEP // 2 + self.block_m * STEP * 2
-        return self.stages * stage + TILE_ROWS * pitch + self.block_m * 8
+        return self.parts * self.stages * stage + TILE_ROWS * pitch + self.block_m * 8
 
 
 def _float(value: float) -> str:

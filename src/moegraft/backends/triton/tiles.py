@@ -38,7 +38,7 @@ def choose_config(problem: Problem, device: DeviceFacts) -> tuple[FusedConfig, s
     while not config_ok(config, problem, device):
         config = _smaller(config) if plain else smaller(config)
     if not plain and fp4_hopper.why_triton(problem, device) is None:
-        return fp4_hopper.decode_config(config, problem), "CUDA kernels over 4-bit weights"
+        return fp4_hopper.decode_config(config, problem, device), "CUDA kernels over 4-bit weights"
     return config, "tiles by rule"
 
 

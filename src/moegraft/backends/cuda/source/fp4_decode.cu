@@ -4,7 +4,7 @@
 // Weights are the left operand of mma.sync, widened in the registers that it reads. Each thread copies
 // the words that it will need itself, as deep ahead as there are stages; rows are the right operand,
 // copied by all threads. A program has one tile of columns of one block of rows; its K loop is the same
-// with adapters and without.
+// with adapters and without. Where there are few programs, their groups of warps share the K loop.
 #include "fp4_decode_layout.h"
 #include "fp4_decode_output.h"
 
@@ -53,22 +53,27 @@ DEVICE void copy_scales(u32 base, const char *scales, int from, int rows, int to
 template <int TILES>
 struct Program {
     const Arguments &p;
-    u32 base;
-    int block, first, expert, rows, t, warp, lane;
+    u32 base, ring;
+    // Of all threads; of those of its group.
+    int block, first, expert, rows, thread, t, warp, lane, first_step, last_step;
     const char *w, *x[TILES];
     u32 x_bytes[TILES], x_to, x_from[4], scales_from;
     float sums[2][TILES][4];
 
     DEVICE Program(const Arguments &p_, u32 base_, int block_, int first_, int info)
         : p(p_), base(base_), block(block_), first(first_), expert(info >> 8), rows(info & 255),
-          t(threadIdx.x), warp(t >> 5), lane(t & 31) {}
+          thread(threadIdx.x), t(PARTS == 1 ? thread : thread & (GROUP - 1)), warp(t >> 5), lane(t & 31) {
+        const int part = part_of(thread);
+        ring = base + part * STAGES * STAGE_BYTES;
+        first_step = part * PART_STEPS, last_step = min(first_step + PART_STEPS, STEPS);
+    }
 
     DEVICE void copy_weights(u32 stage, int step) {
         u32 bytes = SIZE_K % STEP && step * STEP + (lane & 3) * 32 >= SIZE_K ? 0 : 16;
         const char *from = w + step * (STEP / 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            copy_16(base + stage + (i * THREADS + t) * 16, from + weight_bytes(i), bytes);
+            copy_16(ring + stage + (i * GROUP + t) * 16, from + weight_bytes(i), bytes);
     }
 
     DEVICE void copy_rows(u32 stage, int step) {
@@ -86,7 +91,7 @@ struct Program {
             int row = j * 8 + (t >> 4);
             pairs[j] = load_past_l1(p.row_pair + block * BLOCK_M + (row < rows ? row : 0));
         }
-        int own = t < rows ? load_past_l1(p.row_pair + block * BLOCK_M + t) : 0;
+        int own = thread < rows ? load_past_l1(p.row_pair + block * BLOCK_M + thread) : 0;
         // A warp whose columns are not there has the first ones instead, and nobody stores them.
         bool there = first + warp * (COLUMNS / 4) < p.size_n;
         int row = weight_row(there ? first : 0, there ? warp : 0, 0) + (lane >> 2) * COLUMN_STEP;
@@ -94,14 +99,14 @@ struct Program {
         const char *scales = p.scales + expert * p.scale_stride_e;
         int live = min(COLUMNS, p.size_n - first);
         if (GATED && COLUMN_STEP == 1) {
-            copy_scales<COLUMNS>(base, scales, GATE_START + first, live, 0, t);
-            copy_scales<COLUMNS>(base, scales, UP_START + first, live, COLUMNS, t);
+            copy_scales<COLUMNS>(base, scales, GATE_START + first, live, 0, thread);
+            copy_scales<COLUMNS>(base, scales, UP_START + first, live, COLUMNS, thread);
         } else {
-            copy_scales<TILE_ROWS>(base, scales, first * SIDES, live * SIDES, 0, t);
+            copy_scales<TILE_ROWS>(base, scales, first * SIDES, live * SIDES, 0, thread);
         }
-        x_to = base + x_place(t >> 4, (t >> 2) & 3, t & 3);
+        x_to = ring + x_place(t >> 4, (t >> 2) & 3, t & 3);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x_from[i] = base + x_place(lane >> 2, lane & 3, i);
+        for (int i = 0; i < 4; ++i) x_from[i] = ring + x_place(lane >> 2, lane & 3, i);
         scales_from = base + SCALES_AT + (scale_row(warp, 0) + (lane >> 2) * COLUMN_STEP) * PITCH +
                       (lane & 3) * (32 / WIDTH);
 #pragma unroll
@@ -113,23 +118,23 @@ struct Program {
         }
 #pragma unroll
         for (int s = 0; s < STAGES - 1; ++s) {
-            if (s < STEPS) {
-                copy_weights(s * STAGE_BYTES, s);
-                if (!DOWN) copy_rows(s * STAGE_BYTES, s);
+            if (first_step + s < last_step) {
+                copy_weights(s * STAGE_BYTES, first_step + s);
+                if (!DOWN) copy_rows(s * STAGE_BYTES, first_step + s);
             }
             if (!DOWN) copies_commit();
         }
-        if (t < rows) {
+        if (thread < rows) {
             store_shared_u32(base + PAIRS_AT + t * 4, own);
             if (DOWN) store_shared_float(base + ROW_DATA_AT + t * 4, as_float(p.topk_weights, own, WEIGHT));
         }
         if (DOWN) {
-            if (t == 0)
+            if (thread == 0)
                 while (load_acquire(p.h_counter + block) < p.h_tiles) {}
             __syncthreads();
 #pragma unroll
             for (int s = 0; s < STAGES - 1; ++s)
-                if (s < STEPS) copy_rows(s * STAGE_BYTES, s);
+                if (first_step + s < last_step) copy_rows(s * STAGE_BYTES, first_step + s);
             copies_commit();
             copies_wait<0>();
         }
@@ -138,10 +143,15 @@ struct Program {
     DEVICE void multiply() {
         u32 now = 0, next = (STAGES - 1) * STAGE_BYTES;
 #pragma unroll 1
-        for (int step = 0; step < STEPS; ++step) {
+        for (int step = first_step; step < last_step; ++step) {
             copies_wait<STAGES - 2>();
-            __syncthreads();  // all copies of this step are there, and all have read what comes next over
-            if (step + STAGES - 1 < STEPS) {
+            // All copies of this step are there, and all have read what the next ones come over. The scales
+            // are everyone's.
+            if (PARTS == 1 || step == first_step)
+                __syncthreads();
+            else
+                group_sync(1 + part_of(thread));
+            if (step + STAGES - 1 < last_step) {
                 copy_weights(next, step + STAGES - 1);
                 copy_rows(next, step + STAGES - 1);
             }
@@ -151,6 +161,7 @@ struct Program {
             now = now == (STAGES - 1) * STAGE_BYTES ? 0 : now + STAGE_BYTES;
         }
         copies_wait<0>();
+        if (PARTS > 1 && first_step >= last_step) __syncthreads();  // the first one of the others
     }
 
     DEVICE void multiply_step(u32 stage, int step) {
@@ -160,7 +171,7 @@ struct Program {
         if (SIZE_K % STEP && step * STEP + (lane & 3) * 32 >= SIZE_K) at -= (lane & 3) * (32 / WIDTH);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            words[i] = load_shared_16(base + stage + (i * THREADS + t) * 16);
+            words[i] = load_shared_16(ring + stage + (i * GROUP + t) * 16);
             scales[i] = widen_scales(load_scales(at + scale_bytes(i)));
         }
 #pragma unroll
@@ -185,8 +196,11 @@ struct Program {
 
     static DEVICE u32 word_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-    // Sums to shared memory, [rows of x, rows of the tile]; the first side's 64 rows first.
+    static DEVICE int part_of(int thread) { return PARTS == 1 ? 0 : thread / GROUP; }
+
+    // Sums to shared memory, [parts, rows of x, rows of the tile]; the first side's 64 rows first.
     DEVICE void put_sums() {
+        u32 to = base + part_of(thread) * SUM_BYTES;
 #pragma unroll
         for (int product = 0; product < 2; ++product)
 #pragma unroll
@@ -195,23 +209,23 @@ struct Program {
                 for (int i = 0; i < 4; ++i) {
                     int local = (lane >> 2) + (i >> 1) * 8, row = j * 8 + (lane & 3) * 2 + (i & 1);
                     int column = GATED ? product * COLUMNS + warp * 16 + local : warp * 32 + product * 16 + local;
-                    store_shared_float(base + row * SUM_PITCH + column * 4, sums[product][j][i]);
+                    store_shared_float(to + row * SUM_PITCH + column * 4, sums[product][j][i]);
                 }
     }
 
     DEVICE void run() {
         begin();
         int slot = -1;
-        if (LORA && t < rows) slot = p.slots[(int)load_shared_u32(base + PAIRS_AT + t * 4) / TOP_K];
+        if (LORA && thread < rows) slot = p.slots[(int)load_shared_u32(base + PAIRS_AT + t * 4) / TOP_K];
         multiply();
-        if (LORA && t < rows) wait_for_delta(p, base, t, slot);
+        if (LORA && thread < rows) wait_for_delta(p, base, t, slot);
         __syncthreads();
         put_sums();
         __syncthreads();
-        put_rows(p, base, expert, first, rows, t);
+        put_rows(p, base, expert, first, rows, thread);
         if (!DOWN) {
             __syncthreads();
-            if (t == 0) signal(p.h_counter + block);
+            if (thread == 0) signal(p.h_counter + block);
         }
     }
 };

@@ -24,20 +24,22 @@ struct Arguments {
 };
 
 // A program has 128 rows of the weights, a warp 32 of them; a step has 128 columns. A thread copies,
-// and reads, what its registers hold of them: 32 columns of 4 rows.
-constexpr int THREADS = 128, TILE_ROWS = 128, STEP = 128, STEPS = (SIZE_K + STEP - 1) / STEP;
+// and reads, what its registers hold of them: 32 columns of 4 rows. PARTS groups of four warps have as
+// many steps each, and stages of their own.
+constexpr int GROUP = 128, THREADS = PARTS * GROUP, TILE_ROWS = 128, STEP = 128;
+constexpr int STEPS = (SIZE_K + STEP - 1) / STEP, PART_STEPS = (STEPS + PARTS - 1) / PARTS;
 constexpr int SIDES = GATED ? 2 : 1, COLUMNS = TILE_ROWS / SIDES;
 constexpr int W_BYTES = TILE_ROWS * STEP / 2, X_BYTES = BLOCK_M * STEP * 2;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
 // All scales of the rows: K / WIDTH bytes each, 16 bytes more where they would meet the same banks.
 constexpr int ACROSS = SIZE_K / WIDTH, PITCH = ACROSS % 16 ? ACROSS : (ACROSS / 16 | 1) * 16;
-constexpr int SCALES_AT = STAGES * STAGE_BYTES, PAIRS_AT = SCALES_AT + TILE_ROWS * PITCH;
+constexpr int SCALES_AT = PARTS * STAGES * STAGE_BYTES, PAIRS_AT = SCALES_AT + TILE_ROWS * PITCH;
 constexpr int ROW_DATA_AT = PAIRS_AT + BLOCK_M * 4, SHARED_END = ROW_DATA_AT + BLOCK_M * 4;
 // Sums on their way to rows of the output, where the stages were.
-constexpr int SUM_PITCH = TILE_ROWS * 4 + 16;
+constexpr int SUM_PITCH = TILE_ROWS * 4 + 16, SUM_BYTES = BLOCK_M * SUM_PITCH;
 static_assert(SIZE_K % 32 == 0, "rows of the weights in whole 16 bytes");
-static_assert(BLOCK_M * SUM_PITCH <= SCALES_AT, "sums take the stages' place");
-static_assert(BLOCK_M % 8 == 0 && BLOCK_M <= THREADS, "a thread per row");
+static_assert(PARTS * SUM_BYTES <= SCALES_AT, "sums take the stages' place");
+static_assert(BLOCK_M % 8 == 0 && BLOCK_M <= GROUP, "a thread per row");
 static_assert(PAIRS_AT % 16 == 0, "aligned");
 static_assert(COLUMN_STEP == 1 || (GATED && COLUMN_STEP == 2), "rows of a side: together, or every other");
 

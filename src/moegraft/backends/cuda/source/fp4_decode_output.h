@@ -40,10 +40,16 @@ DEVICE void wait_for_delta(const Arguments &p, u32 base, int row, int slot) {
     store_shared_u32(base + ROW_DATA_AT + row * 4, has);
 }
 
+// The sum of all parts.
 DEVICE void load_sums(u32 at, float (&v)[8]) {
-    float4 a = load_shared_float4(at), b = load_shared_float4(at + 16);
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-    v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = 0.0f;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        float4 a = load_shared_float4(at + part * SUM_BYTES), b = load_shared_float4(at + part * SUM_BYTES + 16);
+        v[0] += a.x, v[1] += a.y, v[2] += a.z, v[3] += a.w;
+        v[4] += b.x, v[5] += b.y, v[6] += b.z, v[7] += b.w;
+    }
 }
 
 DEVICE void add_delta(float (&v)[8], const char *delta, i64 at) {

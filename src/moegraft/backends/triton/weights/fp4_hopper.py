@@ -25,12 +25,14 @@ from moegraft.types import ExpertWeights
 
 #: Columns that a thread reads at once: rows of weights are whole numbers of them.
 _COLUMNS = 32
-#: Shared memory of a multiprocessor, and what each program takes of it beside its own.
-_SHARED_MEMORY, _RESERVED = 233_472, 1024
+#: Shared memory of a multiprocessor, of a program at most, and what each takes beside its own.
+_SHARED_MEMORY, _PROGRAM_MEMORY, _RESERVED = 233_472, 232_448, 1024
 _MAX_PROGRAMS = 4
 _ALIGNMENT = 16
 #: Mean rows per expert up to which these are used: a block has 64 at most.
 _MAX_ROWS = 64
+#: Columns of the weights whose scales a program has room for, beside three steps of 64 rows.
+_MAX_K = 16_384
 
 
 def why_triton(problem: Problem, device: DeviceFacts) -> str | None:
@@ -44,18 +46,31 @@ def why_triton(problem: Problem, device: DeviceFacts) -> str | None:
         return f"they take multiples of {_COLUMNS}, not H={hidden} and I={inter}"
     if problem.activation == "custom" or problem.post_norm:
         return "they take no functions"
+    if max(hidden, inter) > _MAX_K:
+        return f"they take up to {_MAX_K} columns, not H={hidden} and I={inter}"
     if problem.num_pairs > _MAX_ROWS * problem.num_experts:
         return f"there are more than {_MAX_ROWS} rows per expert"
     return why_no_compiler()
 
 
-def decode_config(config: FusedConfig, problem: Problem) -> FusedConfig:
+def decode_config(config: FusedConfig, problem: Problem, device: DeviceFacts) -> FusedConfig:
     """Return the tiles of these GEMMs for a problem that they take, from those of Triton's."""
-    # With few pairs a multiprocessor has one program, which must ask for more at once.
-    stages = 5 if config.merged else 3
-    gate_up = GemmConfig(TILE_ROWS // (2 if problem.gated else 1), STEP, 4, stages, True)
-    down = GemmConfig(TILE_ROWS, STEP, 4, stages, True)
-    return replace(config, gate_up=gate_up, down=down, merged=False, cuda_fp4=True)
+    columns = TILE_ROWS // (2 if problem.gated else 1)
+    blocks = min(problem.num_pairs, problem.num_experts)
+    parts = [
+        _parts(blocks * triton.cdiv(size_n, tile), device.num_sms) if config.merged else 1
+        for size_n, tile in ((problem.intermediate, columns), (problem.hidden, TILE_ROWS))
+    ]
+    return replace(
+        config, gate_up=GemmConfig(columns, STEP, 4, 3, True),
+        down=GemmConfig(TILE_ROWS, STEP, 4, 3, True), gate_up_parts=parts[0], down_parts=parts[1],
+        merged=False, cuda_fp4=True,
+    )  # fmt: skip
+
+
+def _parts(programs: int, num_sms: int) -> int:
+    """Return how many groups of warps a program needs, so that the GPU has enough of them."""
+    return 4 if programs <= num_sms else 2 if programs <= 2 * num_sms else 1
 
 
 def can_read(weights: ExpertWeights) -> bool:
@@ -129,10 +144,13 @@ def _spec(
     spec = Fp4Spec(
         config.block_m, size_k, tile.num_stages, 1, weights.weight_format == "nvfp4", down,
         weights.layout.gated and not down, top_k,
+        parts=config.down_parts if down else config.gate_up_parts,
     )  # fmt: skip
     assert spec.columns == tile.block_n, "tiles of fp4_decode"
+    while spec.parts > 1 and spec.shared_bytes > _PROGRAM_MEMORY:
+        spec = replace(spec, parts=spec.parts // 2)
     programs = _SHARED_MEMORY // (spec.shared_bytes + _RESERVED)
-    return replace(spec, programs=min(programs, _MAX_PROGRAMS))
+    return replace(spec, programs=max(min(programs, _MAX_PROGRAMS // spec.parts), 1))
 
 
 def _arguments(
