@@ -66,7 +66,8 @@ class Fp4Spec:
         """Return the compiler's options: no sum may be rounded otherwise in another kernel."""
         macros: dict[str, object] = {
             "SIZE_K": self.size_k, "PARTS": self.parts, "STAGES": self.stages,
-            "PROGRAMS": self.programs, "NV": int(self.nv), "DOWN": int(self.down), "GATED": int(self.gated),
+            "PROGRAMS": self.programs, "NV": int(self.nv), "DOWN": int(self.down),
+            "GATED": int(self.gated),
             "LORA": int(self.delta is not None), "DELTA": DTYPES[self.delta] if self.delta else 0,
             "TOP_K": self.top_k, "GATE_START": self.starts[0], "UP_START": self.starts[1],
             "COLUMN_STEP": self.step, "GATE_GLOBAL": self.global_index[0],
