@@ -24,6 +24,7 @@ using std::min;
 #define __shared__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __align__(n)
 
 constexpr int MAX_THREADS = THREAD_COUNT;
 char memory[232448];

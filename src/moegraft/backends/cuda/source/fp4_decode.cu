@@ -232,7 +232,7 @@ struct Program {
 
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
     fp4_decode(const __grid_constant__ Arguments p) {
-    extern __shared__ char memory[];
+    extern __shared__ __align__(16) char memory[];
     u32 base = (u32)__cvta_generic_to_shared(memory);
     if (!DOWN && !LORA) launch_wait();
     launch_next();

@@ -35,13 +35,19 @@ _MAX_ROWS = 64
 _MAX_K = 16_384
 
 
+def is_4_bit_on_hopper(problem: Problem, device: DeviceFacts) -> bool:
+    """True for layers that these GEMMs were made for, whether they run them or not."""
+    hopper = device.capability == 90 and not device.interpreted
+    return hopper and problem.weight_format in ("nvfp4", "mxfp4")
+
+
 def why_triton(problem: Problem, device: DeviceFacts) -> str | None:
     """Return why these GEMMs do not run a layer; None where they do."""
     hidden, inter = problem.hidden, problem.intermediate
-    if problem.weight_format not in ("nvfp4", "mxfp4") or problem.dtype != "bfloat16":
-        return "they take 4-bit weights and bfloat16"
-    if device.capability != 90 or device.interpreted:
-        return "they are for compute capability 9.0"
+    if not is_4_bit_on_hopper(problem, device):
+        return "they are for 4-bit weights on compute capability 9.0"
+    if problem.dtype != "bfloat16":
+        return f"they take bfloat16, not {problem.dtype}"
     if hidden % _COLUMNS or inter % _COLUMNS:
         return f"they take multiples of {_COLUMNS}, not H={hidden} and I={inter}"
     if problem.activation == "custom" or problem.post_norm:
