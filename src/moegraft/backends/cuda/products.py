@@ -20,11 +20,13 @@ class Specialisation(Hashable, Protocol):
 
     Attributes:
         name: of the source, without ``.cu``, and of its kernel.
-        threads: of a program.
     """
 
     name: ClassVar[str]
-    threads: ClassVar[int]
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program."""
 
     @property
     def block_m(self) -> int:
