@@ -15,7 +15,7 @@ from cuda_on_cpu import COMPILER, run
 from moegraft.activations import apply_activation
 from moegraft.backends.cuda import compiler
 from moegraft.backends.cuda.compiler import CompileError
-from moegraft.backends.cuda.driver import _Attribute, _Config
+from moegraft.backends.cuda.driver import _Attribute, _Launch
 from moegraft.backends.cuda.fp4_decode import Fp4Arguments, Fp4Spec
 from moegraft.backends.cuda.products import sources
 from moegraft.quant.experts import expert_matrix, quantise_experts
@@ -280,5 +280,6 @@ def test_the_host_gives_as_much_shared_memory_as_the_source_lays_out(name: str) 
 
 
 def test_arguments_are_laid_out_as_the_driver_reads_them() -> None:
-    assert (ctypes.sizeof(_Attribute), ctypes.sizeof(_Config)) == (72, 56)
-    assert (_Config.stream.offset, _Config.attributes.offset, _Config.count.offset) == (32, 40, 48)
+    assert (ctypes.sizeof(_Attribute), ctypes.sizeof(_Launch)) == (72, 56)
+    offsets = _Launch.stream.offset, _Launch.attributes.offset, _Launch.num_attributes.offset
+    assert offsets == (32, 40, 48)
