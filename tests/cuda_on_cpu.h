@@ -109,6 +109,7 @@ inline void copy_16(u32 to, const void *from, u32 bytes) {
     if (EARLY) memcpy(shared(to, 16), c.bytes, 16);
     else me().open.push_back(c);
 }
+inline void copy_16_ahead(u32 to, const void *from, u32 bytes) { copy_16(to, from, bytes); }
 inline void copies_commit() { me().groups.push_back(me().open); me().open.clear(); }
 template <int LEFT> inline void copies_wait() {
     auto &groups = me().groups;

@@ -46,7 +46,7 @@ DEVICE void copy_scales(u32 base, const char *scales, int from, int rows, int to
     for (int turn = 0; turn < (MOST * ACROSS / 16 + THREADS - 1) / THREADS; ++turn) {
         int i = turn * THREADS + t;
         int pad = ACROSS % 16 ? 0 : i / (ACROSS / 16 ? ACROSS / 16 : 1) * (PITCH - ACROSS);
-        if (i * 16 < rows * ACROSS) copy_16(target + i * 16 + pad, source + i * 16, 16);
+        if (i * 16 < rows * ACROSS) copy_16_ahead(target + i * 16 + pad, source + i * 16, 16);
     }
 }
 
@@ -73,14 +73,14 @@ struct Program {
         const char *from = w + step * (STEP / 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            copy_16(ring + stage + (i * GROUP + t) * 16, from + weight_bytes(i), bytes);
+            copy_16_ahead(ring + stage + (i * GROUP + t) * 16, from + weight_bytes(i), bytes);
     }
 
     DEVICE void copy_rows(u32 stage, int step) {
         bool none = SIZE_K % STEP && step * STEP + (t & 15) * 8 >= SIZE_K;
 #pragma unroll
         for (int j = 0; j < TILES; ++j)
-            copy_16(x_to + stage + j * 2048, x[j] + step * (STEP * 2), none ? 0 : x_bytes[j]);
+            copy_16_ahead(x_to + stage + j * 2048, x[j] + step * (STEP * 2), none ? 0 : x_bytes[j]);
     }
 
     // Ask for what the first steps need: weights first, since rows wait for their numbers, or for h.

@@ -137,6 +137,12 @@ DEVICE void copy_16(u32 to, const void *from, u32 bytes) {
                  : "memory");
 }
 
+// As copy_16; the L2 asks memory for the whole 128 bytes around them.
+DEVICE void copy_16_ahead(u32 to, const void *from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
+
 DEVICE void copy_16_hinted(u32 to, const void *from, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "l"(policy)

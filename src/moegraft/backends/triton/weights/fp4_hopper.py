@@ -67,9 +67,10 @@ def decode_config(config: FusedConfig, problem: Problem, device: DeviceFacts) ->
         _parts(blocks * triton.cdiv(size_n, tile), device.num_sms) if config.merged else 1
         for size_n, tile in ((problem.intermediate, columns), (problem.hidden, TILE_ROWS))
     ]
+    stages = 3 if config.block_m == 16 else 2  # more rows take more room each
     return replace(
-        config, gate_up=GemmConfig(columns, STEP, 4, 3, True),
-        down=GemmConfig(TILE_ROWS, STEP, 4, 3, True), gate_up_parts=parts[0], down_parts=parts[1],
+        config, gate_up=GemmConfig(columns, STEP, 4, stages, True),
+        down=GemmConfig(TILE_ROWS, STEP, 4, stages, True), gate_up_parts=parts[0], down_parts=parts[1],
         merged=False, cuda_fp4=True,
     )  # fmt: skip
 
