@@ -121,7 +121,7 @@ class Block:
 def make(
     name: str, down: bool, sizes: tuple[int, int], rows: int, layout: str = "gate_first",
     activation: str = "silu", biases: bool = False, block_m: int = 16, stages: int = 3,
-    delta: torch.dtype | None = None, parts: int = 1,
+    delta: torch.dtype | None = None, parts: int = 1, warps: int = 4,
 ) -> Block:  # fmt: skip
     """Random weights of three experts; sizes are H and I."""
     hidden, inter = sizes
@@ -136,7 +136,7 @@ def make(
         block_m, inter if down else hidden, stages, 2, name == "nvfp4", down, gated,
         1 if down else 3, delta=delta, kind=act.kind, alpha=act.alpha, limit=act.limit,
         up_shift=act.up_shift,
-        bias=BF16 if biases else None, parts=parts,
+        bias=BF16 if biases else None, parts=parts, warps=warps,
     )  # fmt: skip
     if gated:
         gate, up = (form.columns(side, inter).start for side in ("gate", "up"))
@@ -186,6 +186,11 @@ CASES: dict[str, dict[str, Any]] = {
     "few of 64": {"name": "mxfp4", "sizes": (256, 64), "rows": 12, "block_m": 64},
     "four parts": {"name": "nvfp4", "sizes": (1280, 64), "rows": 3, "parts": 4, "stages": 2},
     "uneven parts": {"name": "mxfp4", "sizes": (672, 64), "rows": 9, "parts": 4},
+    "eight warps": {"name": "nvfp4", "sizes": (288, 96), "rows": 7, "warps": 8},
+    "eight warps of gpt-oss": {
+        "name": "mxfp4", "sizes": (160, 352), "rows": 14, "warps": 8, "layout": "interleaved",
+        "activation": "clamped", "biases": True,
+    },
 }  # fmt: skip
 
 

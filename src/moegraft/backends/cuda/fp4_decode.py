@@ -12,8 +12,8 @@ import torch
 from moegraft.backends.cuda.moe_gemm import DTYPES, KINDS
 from moegraft.backends.cuda.products import base_options
 
-#: Rows of an expert's weights that one program multiplies.
-TILE_ROWS = 128
+#: Rows of an expert's weights that one warp multiplies.
+WARP_ROWS = 32
 #: Columns of one step of the K loop.
 STEP = 128
 
@@ -34,6 +34,7 @@ class Fp4Spec:
         delta: dtype of the deltas that are added; None = none.
         bias, weight: dtypes, None = none.
         parts: groups of warps that share a program's K loop, with stages of their own.
+        warps: of a group; more than four only with one part.
     """
 
     name: ClassVar[str] = "fp4_decode"
@@ -56,16 +57,22 @@ class Fp4Spec:
     bias: torch.dtype | None = None
     weight: torch.dtype = torch.float32
     parts: int = 1
+    warps: int = 4
 
     @property
     def threads(self) -> int:
-        """Threads of a program: four warps for each part."""
-        return 128 * self.parts
+        """Threads of a program."""
+        return 32 * self.warps * self.parts
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of an expert's weights that one program multiplies."""
+        return WARP_ROWS * self.warps
 
     def options(self) -> list[str]:
         """Return the compiler's options: no sum may be rounded otherwise in another kernel."""
         macros: dict[str, object] = {
-            "SIZE_K": self.size_k, "PARTS": self.parts, "STAGES": self.stages,
+            "SIZE_K": self.size_k, "PARTS": self.parts, "WARPS": self.warps, "STAGES": self.stages,
             "PROGRAMS": self.programs, "NV": int(self.nv), "DOWN": int(self.down),
             "GATED": int(self.gated),
             "LORA": int(self.delta is not None), "DELTA": DTYPES[self.delta] if self.delta else 0,
@@ -81,15 +88,15 @@ class Fp4Spec:
     @property
     def columns(self) -> int:
         """Columns of the output that one program makes."""
-        return TILE_ROWS // 2 if self.gated else TILE_ROWS
+        return self.tile_rows // 2 if self.gated else self.tile_rows
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, as the source lays it out."""
         across = self.size_k // (16 if self.nv else 32)
         pitch = across if across % 16 else (across // 16 | 1) * 16
-        stage = TILE_ROWS * STEP // 2 + self.block_m * STEP * 2
-        return self.parts * self.stages * stage + TILE_ROWS * pitch + self.block_m * 8
+        stage = self.tile_rows * STEP // 2 + self.block_m * STEP * 2
+        return self.parts * self.stages * stage + self.tile_rows * pitch + self.block_m * 8
 
 
 def _float(value: float) -> str:

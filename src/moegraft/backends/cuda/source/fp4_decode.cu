@@ -56,8 +56,9 @@ struct Program {
     u32 base, ring;
     // Of all threads; of those of its group.
     int block, first, expert, rows, thread, t, warp, lane, first_step, last_step;
-    const char *w, *x[TILES];
-    u32 x_bytes[TILES], x_to, x_from[4], scales_from;
+    static constexpr int X_TURNS = (TILES * 8 + X_ROWS - 1) / X_ROWS;
+    const char *w, *x[X_TURNS];
+    u32 x_bytes[X_TURNS], x_to, x_from[4], scales_from;
     float sums[2][TILES][4];
 
     DEVICE Program(const Arguments &p_, u32 base_, int block_, int first_, int info)
@@ -79,21 +80,22 @@ struct Program {
     DEVICE void copy_rows(u32 stage, int step) {
         bool none = SIZE_K % STEP && step * STEP + (t & 15) * 8 >= SIZE_K;
 #pragma unroll
-        for (int j = 0; j < TILES; ++j)
-            copy_16_ahead(x_to + stage + j * 2048, x[j] + step * (STEP * 2), none ? 0 : x_bytes[j]);
+        for (int j = 0; j < X_TURNS; ++j)
+            if (TILES * 8 % X_ROWS == 0 || j * X_ROWS + (t >> 4) < TILES * 8)
+                copy_16_ahead(x_to + stage + j * X_ROWS * 256, x[j] + step * (STEP * 2), none ? 0 : x_bytes[j]);
     }
 
     // Ask for what the first steps need: weights first, since rows wait for their numbers, or for h.
     DEVICE void begin() {
-        int pairs[TILES];
+        int pairs[X_TURNS];
 #pragma unroll
-        for (int j = 0; j < TILES; ++j) {
-            int row = j * 8 + (t >> 4);
+        for (int j = 0; j < X_TURNS; ++j) {
+            int row = j * X_ROWS + (t >> 4);
             pairs[j] = load_past_l1(p.row_pair + block * BLOCK_M + (row < rows ? row : 0));
         }
         int own = thread < rows ? load_past_l1(p.row_pair + block * BLOCK_M + thread) : 0;
         // A warp whose columns are not there has the first ones instead, and nobody stores them.
-        bool there = first + warp * (COLUMNS / 4) < p.size_n;
+        bool there = first + warp * (COLUMNS / WARPS) < p.size_n;
         int row = weight_row(there ? first : 0, there ? warp : 0, 0) + (lane >> 2) * COLUMN_STEP;
         w = p.weight + expert * p.weight_stride_e + (i64)row * (SIZE_K / 2) + (lane & 3) * 16;
         const char *scales = p.scales + expert * p.scale_stride_e;
@@ -110,12 +112,14 @@ struct Program {
         scales_from = base + SCALES_AT + (scale_row(warp, 0) + (lane >> 2) * COLUMN_STEP) * PITCH +
                       (lane & 3) * (32 / WIDTH);
 #pragma unroll
-        for (int j = 0; j < TILES; ++j) {
-            x_bytes[j] = j * 8 + (t >> 4) < rows ? 16 : 0;
+        for (int j = 0; j < X_TURNS; ++j) {
+            x_bytes[j] = j * X_ROWS + (t >> 4) < rows ? 16 : 0;
             x[j] = p.x + (DOWN ? pairs[j] : pairs[j] / TOP_K) * p.x_stride + (t & 15) * 16;
+        }
+#pragma unroll
+        for (int j = 0; j < TILES; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[0][j][i] = sums[1][j][i] = 0.0f;
-        }
 #pragma unroll
         for (int s = 0; s < STAGES - 1; ++s) {
             if (first_step + s < last_step) {

@@ -23,10 +23,12 @@ struct Arguments {
     int splits;                // LORA: parts of a pair's delta
 };
 
-// A program has 128 rows of the weights, a warp 32 of them; a step has 128 columns. A thread copies,
-// and reads, what its registers hold of them: 32 columns of 4 rows. PARTS groups of four warps have as
-// many steps each, and stages of their own.
-constexpr int GROUP = 128, THREADS = PARTS * GROUP, TILE_ROWS = 128, STEP = 128;
+// A warp has 32 rows of the weights; a step has 128 columns. A thread copies, and reads, what its
+// registers hold of them: 32 columns of 4 rows. PARTS groups of warps have as many steps each, and
+// stages of their own.
+constexpr int GROUP = 32 * WARPS, THREADS = PARTS * GROUP, TILE_ROWS = 32 * WARPS, STEP = 128;
+// Rows of x that a group copies at once, 16 threads each.
+constexpr int X_ROWS = GROUP / 16;
 constexpr int STEPS = (SIZE_K + STEP - 1) / STEP, PART_STEPS = (STEPS + PARTS - 1) / PARTS;
 constexpr int SIDES = GATED ? 2 : 1, COLUMNS = TILE_ROWS / SIDES;
 constexpr int W_BYTES = TILE_ROWS * STEP / 2, X_BYTES = BLOCK_M * STEP * 2;
@@ -41,6 +43,7 @@ static_assert(SIZE_K % 32 == 0, "rows of the weights in whole 16 bytes");
 static_assert(PARTS * SUM_BYTES <= SCALES_AT, "sums take the stages' place");
 static_assert(BLOCK_M % 8 == 0 && BLOCK_M <= GROUP, "a thread per row");
 static_assert(PAIRS_AT % 16 == 0, "aligned");
+static_assert(PARTS == 1 || WARPS == 4, "group_sync is of four warps");
 static_assert(COLUMN_STEP == 1 || (GATED && COLUMN_STEP == 2), "rows of a side: together, or every other");
 
 // Numbers of dtypes, as in moe_gemm_layout.h.

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from moegraft.backends.cuda.compiler import why_no_compiler
-from moegraft.backends.cuda.fp4_decode import STEP, TILE_ROWS, Fp4Arguments, Fp4Spec
+from moegraft.backends.cuda.fp4_decode import STEP, WARP_ROWS, Fp4Arguments, Fp4Spec
 from moegraft.backends.cuda.products import kernel
 from moegraft.backends.triton.activation import column_constants
 from moegraft.backends.triton.config import FusedConfig, GemmConfig
@@ -28,6 +28,7 @@ _COLUMNS = 32
 #: Shared memory of a multiprocessor, of a program at most, and what each takes beside its own.
 _SHARED_MEMORY, _PROGRAM_MEMORY, _RESERVED = 233_472, 232_448, 1024
 _MAX_PROGRAMS = 4
+_WARPS = 4
 _ALIGNMENT = 16
 #: Mean rows per expert up to which these are used: a block has 64 at most.
 _MAX_ROWS = 64
@@ -61,16 +62,17 @@ def why_triton(problem: Problem, device: DeviceFacts) -> str | None:
 
 def decode_config(config: FusedConfig, problem: Problem, device: DeviceFacts) -> FusedConfig:
     """Return the tiles of these GEMMs for a problem that they take, from those of Triton's."""
-    columns = TILE_ROWS // (2 if problem.gated else 1)
+    tile_rows = WARP_ROWS * _WARPS
+    columns = tile_rows // (2 if problem.gated else 1)
     blocks = min(problem.num_pairs, problem.num_experts)
     parts = [
         _parts(blocks * triton.cdiv(size_n, tile), device.num_sms) if config.merged else 1
-        for size_n, tile in ((problem.intermediate, columns), (problem.hidden, TILE_ROWS))
+        for size_n, tile in ((problem.intermediate, columns), (problem.hidden, tile_rows))
     ]
     stages = 3 if config.block_m == 16 else 2  # more rows take more room each
     return replace(
-        config, gate_up=GemmConfig(columns, STEP, 4, stages, True),
-        down=GemmConfig(TILE_ROWS, STEP, 4, stages, True), gate_up_parts=parts[0], down_parts=parts[1],
+        config, gate_up=GemmConfig(columns, STEP, _WARPS, stages, True),
+        down=GemmConfig(tile_rows, STEP, _WARPS, stages, True), gate_up_parts=parts[0], down_parts=parts[1],
         merged=False, cuda_fp4=True,
     )  # fmt: skip
 
@@ -151,13 +153,13 @@ def _spec(
     spec = Fp4Spec(
         config.block_m, size_k, tile.num_stages, 1, weights.weight_format == "nvfp4", down,
         weights.layout.gated and not down, top_k,
-        parts=config.down_parts if down else config.gate_up_parts,
+        parts=config.down_parts if down else config.gate_up_parts, warps=tile.num_warps,
     )  # fmt: skip
     assert spec.columns == tile.block_n, "tiles of fp4_decode"
     while spec.parts > 1 and spec.shared_bytes > _PROGRAM_MEMORY:
         spec = replace(spec, parts=spec.parts // 2)
     programs = _SHARED_MEMORY // (spec.shared_bytes + _RESERVED)
-    return replace(spec, programs=max(min(programs, _MAX_PROGRAMS // spec.parts), 1))
+    return replace(spec, programs=max(min(programs, _MAX_PROGRAMS * 128 // spec.threads), 1))
 
 
 def _arguments(
