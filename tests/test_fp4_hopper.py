@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from moegraft.backends.cuda import compiler
 from moegraft.backends.triton.device import DeviceFacts
-from moegraft.backends.triton.tiles import choose_config, config_ok
+from moegraft.backends.triton.tiles import candidates, choose_config, config_ok
 from moegraft.backends.triton.weights import fp4_hopper
 from moegraft.problem import Problem
 from moegraft.quant.experts import quantise_experts
@@ -41,6 +41,25 @@ def test_tiles_are_those_that_the_kernels_have_and_run_in_triton_too(
     for parts, count in zip((config.gate_up_parts, config.down_parts), programs, strict=True):
         assert parts == 1 or count * parts <= 4 * HOPPER.num_sms
         assert parts > 1 or num_tokens > 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_tokens", [1, 64, 256])
+def test_tuning_tries_tiles_that_the_kernels_have(num_tokens: int) -> None:
+    problem = replace(LAYER, num_tokens=num_tokens)
+    start, _ = choose_config(problem, HOPPER)
+    found = list(candidates(problem, HOPPER))
+    assert found[0] == start and len(set(found)) == len(found) > 10
+    assert all(config.cuda_fp4 and config_ok(config, problem, HOPPER) for config in found)
+    # And leaves the others: of its neighbours, and of tables that people edit.
+    for tile in (
+        replace(start.gate_up, block_n=32), replace(start.gate_up, block_k=64),
+        replace(start.gate_up, num_warps=2), replace(start.gate_up, num_stages=1),
+        replace(start.gate_up, num_stages=30),
+    ):  # fmt: skip
+        assert not fp4_hopper.tiles_ok(replace(start, gate_up=tile), problem), tile
+    assert not config_ok(replace(start, merged=True), problem, HOPPER)
+    assert not config_ok(start, replace(problem, dtype="float16"), HOPPER)
 
 
 @pytest.mark.parametrize(

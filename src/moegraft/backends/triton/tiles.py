@@ -47,6 +47,10 @@ def choose_config(problem: Problem, device: DeviceFacts) -> tuple[FusedConfig, s
 
 def config_ok(config: FusedConfig, problem: Problem, device: DeviceFacts) -> bool:
     """True when the tiles fit the device: the matrix unit's least sizes and the shared memory."""
+    if config.cuda_fp4 and (
+        fp4_hopper.why_triton(problem, device) or not fp4_hopper.tiles_ok(config, problem)
+    ):
+        return False
     itemsize = 4 if problem.dtype == "float32" else 2
     sides = 2 if problem.gated else 1
     plain = problem.weight_format == UNQUANTIZED
@@ -72,7 +76,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> Iterator[FusedConfig]:
     start, _ = choose_config(problem, device)
     yield start
     if problem.weight_format != UNQUANTIZED:
-        for config in quantised_candidates(problem):
+        found = quantised_candidates(problem)
+        for config in fp4_hopper.candidates(start) if start.cuda_fp4 else found:
             if config != start and config_ok(config, problem, device):
                 yield config
         return

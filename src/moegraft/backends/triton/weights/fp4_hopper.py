@@ -6,7 +6,9 @@ same workspace; see :mod:`moegraft.backends.cuda.fp4_decode`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import torch
 import triton
@@ -72,14 +74,38 @@ def decode_config(config: FusedConfig, problem: Problem, device: DeviceFacts) ->
     stages = 3 if config.block_m == 16 else 2  # more rows take more room each
     return replace(
         config, gate_up=GemmConfig(columns, STEP, _WARPS, stages, True),
-        down=GemmConfig(tile_rows, STEP, _WARPS, stages, True), gate_up_parts=parts[0], down_parts=parts[1],
-        merged=False, cuda_fp4=True,
+        down=GemmConfig(tile_rows, STEP, _WARPS, stages, True), gate_up_parts=parts[0],
+        down_parts=parts[1], merged=False, cuda_fp4=True,
     )  # fmt: skip
 
 
 def _parts(programs: int, num_sms: int) -> int:
     """Return how many groups of warps a program needs, so that the GPU has enough of them."""
     return 4 if programs <= num_sms else 2 if programs <= 2 * num_sms else 1
+
+
+def tiles_ok(config: FusedConfig, problem: Problem) -> bool:
+    """True when the kernels have these tiles, and a multiprocessor room for each program."""
+    nv, fits = problem.weight_format == "nvfp4", not config.merged
+    for down, tile, size_k in (
+        (False, config.gate_up, problem.hidden),
+        (True, config.down, problem.intermediate),
+    ):
+        gated = problem.gated and not down
+        spec = Fp4Spec(
+            config.block_m, size_k, tile.num_stages, 1, nv, down, gated, 1, warps=tile.num_warps
+        )
+        fits &= (tile.block_n, tile.block_k, tile.num_warps) == (spec.columns, STEP, _WARPS)
+        fits &= tile.num_stages > 1 and spec.shared_bytes <= _PROGRAM_MEMORY
+    return fits and config.block_m <= _MAX_ROWS
+
+
+def candidates(start: FusedConfig) -> Iterator[FusedConfig]:
+    """Yield tiles of these GEMMs that are worth a try; not all of them need fit."""
+    for block_m, stages, down_stages in product((16, 32, 64), (2, 3, 4), (2, 3, 4)):
+        gate_up = replace(start.gate_up, num_stages=stages)
+        down = replace(start.down, num_stages=down_stages)
+        yield replace(start, block_m=block_m, gate_up=gate_up, down=down)
 
 
 def can_read(weights: ExpertWeights) -> bool:
