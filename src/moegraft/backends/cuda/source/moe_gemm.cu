@@ -27,8 +27,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         proxy_fence();
     }
     __syncthreads();
-    // With adapters for each block of S: what was before the shrink is there. FP8 rows come behind it.
-    if (!LORA || (FP8 && GATHER)) launch_wait();
+    // With adapters for each block of S: what was before the shrink is there.
+    if (!LORA) launch_wait();
     launch_next();
     if (group == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGISTERS));

@@ -49,11 +49,13 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
         return out
     top_k, hidden = call.topk_ids.shape[1], weights.hidden
     gemms: Any = portable
+    tokens: Any = x
     if config.hopper and not other_dtype:
         from moegraft.backends.triton.prefill import hopper, hopper_fp8
 
         gemms = hopper_fp8 if quantised else hopper
-        x = gemms.aligned(x)
+        x = hopper.aligned(x)
+        tokens = hopper_fp8.run_tokens(x, weights) if quantised else x
     elif config.hopper:
         config = PrefillConfig()
     # A table that only ever held empty slots has no ranks to make groups of.
@@ -68,8 +70,8 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
     )  # fmt: skip
     if slots is not None and table is not None:
         groups = run_block_groups(table, slots.slots, rows, top_k, config.block_m, options)
-        s = gemms.run_shrink(x, groups, False, rows, top_k, config)
-    h = gemms.run_gate_up(x, weights, groups, s, rows, top_k, config)
+        s = gemms.run_shrink(tokens, groups, False, rows, top_k, config)
+    h = gemms.run_gate_up(tokens, weights, groups, s, rows, top_k, config)
     if groups is not None:
         s = gemms.run_shrink(h, groups, True, rows, top_k, config)
     y = gemms.run_down(h, call.topk_weights, weights, groups, s, rows, config)
