@@ -9,7 +9,7 @@ of their rows, ``max_rank`` values each, and add ``S B`` as further steps of the
 :mod:`.portable` for every GPU with tensor maps, :mod:`.hopper` in CUDA C++ for Hopper
 (:mod:`moegraft.backends.cuda`), :mod:`.hopper_fp8` there for FP8 weights and rows.
 
-On Hopper each launch begins while the one before ends (:mod:`moegraft.backends.triton.sync`). All wait
-for what is before them; but GEMMs with adapters, which only wait for S of a block, for they come right
-behind the shrink, which has waited.
+On Hopper each launch begins while the one before ends (:mod:`moegraft.backends.triton.sync`). All
+wait for what is before them; but GEMMs with adapters, which only wait for S of a block, for they
+come right behind the shrink, which has waited.
 """
