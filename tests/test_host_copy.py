@@ -21,7 +21,7 @@ def values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("given", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("order", [None, [2, 0, 1], [4, 4]])
+@pytest.mark.parametrize("order", [None, [2, 0, 1], [4, 4], [4, 0, 3, 1, 2], [1, 2, 3, 4, 4]])
 def test_entries_are_copied_and_cast(
     dtype: torch.dtype, given: torch.dtype, transposed: bool, order: list[int] | None
 ) -> None:
