@@ -93,6 +93,25 @@ def copy_entries(
             to[i] = given[place]
 
 
+def transpose_entries(matrix: torch.Tensor, staging: torch.Tensor) -> None:
+    """``matrix[i] = matrix[i].T`` where it lies, by this thread alone.
+
+    Args:
+        matrix: ``[n, rows, columns]`` on the CPU, contiguous, any float dtype. Each entry becomes
+            ``[columns, rows]`` in the same memory; the tensor itself keeps its shape.
+        staging: 1-D, the same dtype, at least as long as an entry; best if it stays in a cache.
+    """
+    bits = _BITS[matrix.element_size()]
+    values, buffer = matrix.detach().view(bits).numpy(), staging.view(bits).numpy()
+    n, rows, columns = values.shape
+    some = len(buffer) // max(1, rows * columns)
+    for i in range(0, n if values.size else 0, some):
+        part = values[i : i + some]
+        turned = buffer[: part.size]
+        np.copyto(turned.reshape(len(part), columns, rows), part.transpose(0, 2, 1))
+        np.copyto(part.reshape(-1), turned)
+
+
 def _inverse(order: Any, count: int) -> Any | None:
     """Return the inverse of an order that has each of ``count`` entries once; None for others.
 
