@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moegraft.adapters.header import Header
 from moegraft.adapters.keys import EXPERT_NAMES
+from moegraft.adapters.stored import Header
 
 _EXPERTS = ".experts."
 #: Of an expert's number.
@@ -44,16 +44,14 @@ def arranged(header: Header) -> Any:
     stay where they are.
     """
     order = np.argsort(header.begins, kind="stable")
-    numbers = {id(kind): i for i, kind in enumerate({id(k): k for k in header.kinds}.values())}
-    kinds = np.array([numbers[id(kind)] for kind in header.kinds], dtype=np.int64)[order]
-    by_number = {numbers[id(kind)]: kind for kind in header.kinds}
+    kinds = header.kind_of[order]
     names = [header.names[i] for i in order.tolist()]
     places = header.begins.copy()
     for first, suffixes, experts in _blocks(names):
         count, each = len(experts), len(suffixes)
         tensors = order[first : first + count * each].reshape(count, each)
         of_expert = kinds[first : first + count * each].reshape(count, each)
-        alike = [by_number[number] for number in of_expert[0].tolist()]
+        alike = [header.kinds[number] for number in of_expert[0].tolist()]
         if (of_expert != of_expert[0]).any() or len({kind.dtype for kind in alike}) > 1:
             continue
         rank = np.empty(count, dtype=np.int64)

@@ -15,8 +15,9 @@ import torch
 
 from moegraft.adapters.arrange import Places, arranged
 from moegraft.adapters.file_policy import FilePolicy
-from moegraft.adapters.header import Header, TensorKind, read_header
+from moegraft.adapters.header import read_header
 from moegraft.adapters.safe_open import open_regular, path_text, readable
+from moegraft.adapters.stored import Header, TensorKind
 from moegraft.errors import AdapterError
 from moegraft.host_copy import MAX_THREADS, usable_cores
 
@@ -69,8 +70,7 @@ def reading(path: Path, policy: FilePolicy, pin_memory: bool = False) -> Iterato
         begins = header.begins
         if header.aligned and _by_threads(header.data_bytes):
             begins = arranged(header)
-        sizes = np.array([kind.num_bytes for kind in header.kinds], dtype=np.int64)
-        places = Places(header.begins, begins, sizes)
+        places = Places(header.begins, begins, header.sizes)
         with _Reader(file, header.data_begin, data, places) as reader:
             if not header.aligned:  # those tensors are copies of what was read
                 reader.finish(origin)
@@ -167,12 +167,11 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
 
 def _views(data: torch.Tensor, header: Header, begins: Any) -> dict[str, torch.Tensor]:
     """Return all tensors, which begin at ``begins``; copies where they are not aligned."""
-    kinds = list({id(kind): kind for kind in header.kinds}.values())
-    if not header.aligned or len(kinds) * _MANY > len(header.names):
-        each = zip(header.kinds, begins.tolist(), strict=True)
+    if not header.aligned or len(header.kinds) * _MANY > len(header.names):
+        each = zip(header.kind_of_each, begins.tolist(), strict=True)
         views: Sequence[torch.Tensor] = [_view(data, kind, begin) for kind, begin in each]
     else:
-        views = _views_by_kind(data, header.kinds, begins, kinds)
+        views = _views_by_kind(data, header, begins)
     return dict(zip(header.names, views, strict=True))
 
 
@@ -181,18 +180,15 @@ def _view(data: torch.Tensor, kind: TensorKind, begin: int) -> torch.Tensor:
     return (part.clone() if begin % kind.dtype.itemsize else part).view(kind.dtype).view(kind.shape)
 
 
-def _views_by_kind(
-    data: torch.Tensor, each: Sequence[TensorKind], begins: Any, kinds: Sequence[TensorKind]
-) -> list[torch.Tensor]:
+def _views_by_kind(data: torch.Tensor, header: Header, begins: Any) -> list[torch.Tensor]:
     """Return views of few kinds, all aligned: a large adapter has tens of thousands of tensors.
 
     Of those at equal distances, as single experts are, torch makes all in one call.
     """
-    number = {id(kind): i for i, kind in enumerate(kinds)}
-    of_tensor = np.array([number[id(kind)] for kind in each])
-    by_kind = np.split(np.argsort(of_tensor, kind="stable"), np.cumsum(np.bincount(of_tensor))[:-1])
-    views = [data] * len(of_tensor)
-    for (dtype, shape, _), numbers in zip(kinds, by_kind, strict=True):
+    ends = np.cumsum(np.bincount(header.kind_of, minlength=len(header.kinds)))
+    by_kind = np.split(np.argsort(header.kind_of, kind="stable"), ends[:-1])
+    views = [data] * len(begins)
+    for (dtype, shape, _), numbers in zip(header.kinds, by_kind, strict=True):
         size = dtype.itemsize
         whole = data[: len(data) // size * size].view(dtype)
         strides = torch.empty(shape, device="meta").stride()
@@ -228,9 +224,8 @@ def _at_equal_steps(numbers: Any, begins: Any) -> list[Any]:
 
 def _runs(data: torch.Tensor, header: Header) -> Iterator[torch.Tensor]:
     """View the data as it is, one run per dtype in turn; a run that is not aligned as a copy."""
-    kinds = {id(kind): kind for kind in header.kinds}.values()
-    if len({kind.dtype for kind in kinds}) == 1:
-        yield data.view(next(iter(kinds)).dtype)
+    if len({kind.dtype for kind in header.kinds}) == 1:
+        yield data.view(header.kinds[0].dtype)
         return
     stored = sorted(header.tensors.values(), key=lambda t: (t.begin, t.end))
     for dtype, group in groupby(stored, key=lambda t: t.dtype):
