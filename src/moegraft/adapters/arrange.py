@@ -18,6 +18,8 @@ from moegraft.adapters.stored import Header
 _EXPERTS = ".experts."
 #: Of an expert's number.
 _MAX_DIGITS = 9
+#: Fewer tensors stay where they are: a file may have a hundred thousand modules of two.
+_LEAST = 32
 #: In the order of a site's projections.
 _PROJECTIONS = ("gate", "up", "down")
 
@@ -65,7 +67,7 @@ def arranged(header: Header) -> Any:
 
 
 def _blocks(names: Sequence[str]) -> Iterator[_Blocks]:
-    """Yield the experts of each module, where there are several; looks at each name once or so."""
+    """Yield the experts of each module, where they are many; looks at each name once or so."""
     at = 0
     while at < len(names):
         head, number = _expert(names[at])
@@ -86,7 +88,7 @@ def _blocks(names: Sequence[str]) -> Iterator[_Blocks]:
             if other != head or not number or not names[last].startswith(f"{head}{number}."):
                 break
             experts.append(int(number))
-        if len(experts) > 1:
+        if len(experts) > 1 and len(experts) * len(suffixes) >= _LEAST:
             yield _Blocks(first, suffixes, experts)
 
 
