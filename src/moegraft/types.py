@@ -124,6 +124,11 @@ class ExpertWeights:
     def __post_init__(self) -> None:
         check_expert_tensors(self)
 
+    @cached_property
+    def cache(self) -> dict[str, Any]:
+        """What others derived from these weights' facts, each under its own name."""
+        return {}
+
     @property
     def gate_up_oi(self) -> torch.Tensor:
         """``gate_up`` as a ``[E, 2I, H]`` view, whatever the storage order."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache
+from typing import TypeAlias
 
 import torch
 
+from moegraft.backends.launch_list import Place, Watch, watching
 from moegraft.errors import MoegraftError
 
 _SHARED_MEMORY_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -52,6 +55,20 @@ class _Launch(ctypes.Structure):
     )  # fmt: skip
 
 
+class TensorMap(ctypes.Structure):
+    """A CUtensorMap.
+
+    Attributes:
+        matrix: what it was made from, the address first.
+    """
+
+    _fields_ = (("words", c_uint64 * (_MAP_BYTES // 8)),)
+    matrix: tuple[int, ...]
+
+
+#: An argument of a kernel: a map, or a structure whose pointers are ``c_void_p``.
+Argument: TypeAlias = TensorMap | ctypes.Structure
+
 #: Lets a launch begin when the programs of the one before it allow that, not when they have ended.
 _OVERLAP = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
 
@@ -79,12 +96,7 @@ class Kernel:
         code = driver.cuFuncSetAttribute(self._function, _SHARED_MEMORY_ATTRIBUTE, shared_bytes)
         _check(code, f"give {name} {shared_bytes} bytes of shared memory")
 
-    def launch(
-        self,
-        programs: int,
-        *arguments: ctypes._CData | ctypes.Array[ctypes.c_char],
-        overlap: bool = False,
-    ) -> None:
+    def launch(self, programs: int, *arguments: Argument, overlap: bool = False) -> None:
         """Launch on the current stream; arguments are copied, as the function takes them.
 
         Args:
@@ -93,22 +105,74 @@ class Kernel:
             overlap: begin as soon as all programs of the launch before have asked for it. That
                 one must be a :class:`Kernel`'s too, and this one waits for what it reads of it.
         """
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        self._launch(programs, arguments, overlap, stream)
+        watch = watching()
+        if watch is not None:
+            watch.add(lambda watch: _Listed(self._launch, programs, arguments, overlap, watch))
+
+    def _launch(
+        self, programs: int, arguments: Sequence[Argument], overlap: bool, stream: int
+    ) -> None:
         pointers = (c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
         launch = _Launch(
-            (programs, 1, 1), (self.threads, 1, 1), self.shared_bytes,
-            torch.cuda.current_stream().cuda_stream, ctypes.addressof(_OVERLAP), int(overlap),
+            (programs, 1, 1), (self.threads, 1, 1), self.shared_bytes, stream,
+            ctypes.addressof(_OVERLAP), int(overlap),
         )  # fmt: skip
         code = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
         _check(code, "launch a kernel")
 
 
+class _Listed:
+    """A launch that was written down: maps and structures are made anew, at other addresses."""
+
+    def __init__(
+        self,
+        launch: Callable[[int, Sequence[Argument], bool, int], None],
+        programs: int,
+        arguments: Sequence[Argument],
+        overlap: bool,
+        watch: Watch,
+    ) -> None:
+        self._launch, self._programs, self._overlap = launch, programs, overlap
+        self._arguments = [(a, pointers_of(a, watch)) for a in arguments]
+
+    def __call__(self, bases: Sequence[int], stream: int) -> None:
+        """Launch it again."""
+        arguments = [moved(a, pointers, bases) for a, pointers in self._arguments]
+        self._launch(self._programs, arguments, self._overlap, stream)
+
+
+def pointers_of(argument: Argument, watch: Watch) -> tuple[tuple[str, Place], ...]:
+    """Return the names of an argument's pointers and where they point; a map has one."""
+    if isinstance(argument, TensorMap):
+        return (("address", watch.place(argument.matrix[0])),)
+    names = [field[0] for field in argument._fields_ if field[1] is c_void_p]
+    found = [(name, getattr(argument, name)) for name in names]
+    return tuple((name, watch.place(address)) for name, address in found if address)
+
+
+def moved(
+    argument: Argument, pointers: Sequence[tuple[str, Place]], bases: Sequence[int]
+) -> Argument:
+    """Return a copy of an argument with its pointers into the tensors at ``bases``."""
+    if isinstance(argument, TensorMap):
+        source, offset = pointers[0][1]
+        return _encoded(bases[source] + offset, *argument.matrix[1:])
+    copy = type(argument).from_buffer_copy(argument)
+    for name, (source, offset) in pointers:
+        setattr(copy, name, bases[source] + offset)
+    return copy
+
+
 @lru_cache(maxsize=4096)
 def _encoded(
     address: int, rows: int, columns: int, row_bytes: int, box_rows: int, box_columns: int
-) -> ctypes.Array[ctypes.c_char]:
+) -> TensorMap:
     memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     at = -ctypes.addressof(memory) % _MAP_ALIGNMENT
-    found = (ctypes.c_char * _MAP_BYTES).from_buffer(memory, at)
+    found = TensorMap.from_buffer(memory, at)
+    found.matrix = (address, rows, columns, row_bytes, box_rows, box_columns)
     code = _driver().cuTensorMapEncodeTiled(
         ctypes.byref(found), c_int(_BFLOAT16), c_uint32(2), c_void_p(address),
         (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(row_bytes),
@@ -119,9 +183,7 @@ def _encoded(
     return found
 
 
-def tensor_map(
-    matrix: torch.Tensor, box_rows: int, box_columns: int
-) -> ctypes.Array[ctypes.c_char]:
+def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int) -> TensorMap:
     """Return the map of a bfloat16 matrix ``[rows, columns]`` for the copy engine.
 
     Tiles of ``box_rows x box_columns`` have rows of 128 bytes in shared memory, swizzled.

@@ -77,6 +77,7 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     """Return what runs a supported problem."""
     from moegraft.backends.triton.device import device_facts
     from moegraft.backends.triton.fused import run_layer
+    from moegraft.backends.triton.listed_layer import listed_layer
     from moegraft.backends.triton.normed import run_normed
     from moegraft.backends.triton.prefill.config import prefill_config, why_portable
     from moegraft.backends.triton.prefill.layer import run_prefill
@@ -102,10 +103,14 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
         run = partial(run_unfused, config=config, two_stream=mode == "two_stream")
     elif (tiles := prefill_config(problem, facts)) is not None:
         run = partial(run_prefill, config=tiles, other=config)
+        if not facts.interpreted:
+            run = listed_layer(problem, config, tiles)
         why = f"many rows per expert: {tiles}"
         if facts.capability == 90 and not tiles.hopper and (reason := why_portable(problem)):
             why += f"; portable GEMMs: {reason}"
         return Choice(stages, mode, why, run)
+    elif not facts.interpreted:
+        run = listed_layer(problem, config, None)
     if mode == "two_stream" and problem.num_tokens > MAX_TWO_STREAM_TOKENS:
         source += f", on one stream (T > {MAX_TWO_STREAM_TOKENS})"
     return Choice(stages, mode, f"{source}: {config}", run)
