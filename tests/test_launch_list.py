@@ -251,3 +251,22 @@ def test_triton_launches_compiled_kernels_as_lists_do() -> None:
 
 def _plain_function(a, size):  # type: ignore[no-untyped-def]
     pass
+
+
+@torch.library.custom_op("moegraft_tests::doubled_twice", mutates_args=("out",))
+def doubled_twice(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    INSIDE(a, b, out)
+
+
+INSIDE = Calls()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_lists_are_made_inside_of_operators_too(inference: bool) -> None:
+    INSIDE.__init__()  # type: ignore[misc]
+    for seed in range(4):
+        with torch.inference_mode(inference):
+            a, b, out = inputs(seed)
+            torch.ops.moegraft_tests.doubled_twice(a, b, out)
+            torch.testing.assert_close(out[:-1], expected(a, b))
+    assert INSIDE.plain == 2 and not INSIDE.lists.refusals

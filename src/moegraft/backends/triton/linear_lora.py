@@ -147,15 +147,12 @@ def linear_lora_group(
 
 def _launches(tables: Sequence[SiteTable], outs: Sequence[torch.Tensor]) -> Iterator[list[int]]:
     """Yield which linears share a launch: those of one bank and one dtype of out, in order."""
-    if len(tables) == 1:
-        yield [0]
-        return
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, (table, out) in enumerate(zip(tables, outs, strict=True)):
         # Triton takes the number 1 for a constant, which can't be picked among others.
         alone = i if out.shape[1] == 1 else -1
-        arena, slots = table.arena.data.data_ptr(), (table.records.stride(0), table.num_slots)
-        key = (arena, *slots, out.dtype, alone)
+        records = table.records
+        key = (id(table.arena), records.stride(0), records.shape[0], out.dtype, alone)
         groups.setdefault(key, []).append(i)
     for members in groups.values():
         for first in range(0, len(members), MAX_PROJECTIONS):
