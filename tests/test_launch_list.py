@@ -16,7 +16,8 @@ import torch
 from moegraft.backends import launch_list
 from moegraft.backends.cuda import driver
 from moegraft.backends.cuda.group_shrink import ShrinkArguments
-from moegraft.backends.launch_list import LaunchLists, Watch, refuse
+from moegraft.backends.cuda.moe_gemm import Arguments as GemmArguments
+from moegraft.backends.launch_list import LaunchLists, Unlisted, Watch, refuse
 from moegraft.backends.triton.listed import listed
 
 SIZE = 40
@@ -219,13 +220,25 @@ def test_pointers_of_a_cuda_kernels_structure_move_and_its_numbers_stay() -> Non
         own = torch.empty(16)
     p = ShrinkArguments(x=x[4:].data_ptr(), arena=arena.data_ptr(), s=own[2:].data_ptr())
     p.x_stride, p.size_k, p.max_groups = -5, 3, 4
-    places = driver.pointers_of(p, watch)
-    assert {name for name, _ in places} == {"x", "arena", "s"}
-    copy = driver.moved(p, places, [1000, 2000, 3000])
-    assert isinstance(copy, ShrinkArguments)
+    before = bytes(p)
+    made = driver.moving(p, watch)([1000, 2000, 3000])
+    copy = ShrinkArguments.from_buffer_copy(made)
     assert (copy.x, copy.arena, copy.s, copy.row_pair) == (1016, 2000, 3008, None)
     assert (copy.x_stride, copy.size_k, copy.max_groups) == (-5, 3, 4)
-    assert p.x == x[4:].data_ptr()
+    assert bytes(p) == before and ctypes.sizeof(made) == ctypes.sizeof(p)
+    p.block_info = OTHER.data_ptr()
+    with pytest.raises(Unlisted):
+        driver.moving(p, watch)
+
+
+@pytest.mark.parametrize("arguments", [GemmArguments, ShrinkArguments])
+def test_structures_of_cuda_kernels_have_whole_words(arguments: type[ctypes.Structure]) -> None:
+    assert ctypes.sizeof(arguments) % 8 == 0
+    assert all(
+        getattr(arguments, field[0]).offset % 8 == 0
+        for field in arguments._fields_
+        if field[1] is ctypes.c_void_p
+    )
 
 
 def test_every_launch_of_a_triton_kernel_may_be_watched() -> None:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from moegraft.backends.launch_list import Place, Watch, watching
+from moegraft.backends.launch_list import Unlisted, Watch, watching
 from moegraft.errors import MoegraftError
 
 _SHARED_MEMORY_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -105,64 +105,68 @@ class Kernel:
             overlap: begin as soon as all programs of the launch before have asked for it. That
                 one must be a :class:`Kernel`'s too, and this one waits for what it reads of it.
         """
-        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        self._launch(programs, arguments, overlap, stream)
-        watch = watching()
-        if watch is not None:
-            watch.add(lambda watch: _Listed(self._launch, programs, arguments, overlap, watch))
-
-    def _launch(
-        self, programs: int, arguments: Sequence[Argument], overlap: bool, stream: int
-    ) -> None:
-        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
         launch = _Launch(
-            (programs, 1, 1), (self.threads, 1, 1), self.shared_bytes, stream,
+            (programs, 1, 1), (self.threads, 1, 1), self.shared_bytes, 0,
             ctypes.addressof(_OVERLAP), int(overlap),
         )  # fmt: skip
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        self.launch_as(launch, arguments, stream)
+        watch = watching()
+        if watch is not None:
+            watch.add(lambda watch: _Listed(self, launch, arguments, watch))
+
+    def launch_as(
+        self, launch: _Launch, arguments: Sequence[Argument | ctypes.Array[c_uint64]], stream: int
+    ) -> None:
+        """Launch with a configuration, but for the stream, that is there already."""
+        launch = _Launch.from_buffer_copy(launch)
+        launch.stream = stream
+        pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         code = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
         _check(code, "launch a kernel")
 
 
 class _Listed:
-    """A launch that was written down: maps and structures are made anew, at other addresses."""
+    """A launch that was written down: its arguments are made anew with other addresses."""
 
     def __init__(
-        self,
-        launch: Callable[[int, Sequence[Argument], bool, int], None],
-        programs: int,
-        arguments: Sequence[Argument],
-        overlap: bool,
-        watch: Watch,
+        self, kernel: Kernel, launch: _Launch, arguments: Sequence[Argument], watch: Watch
     ) -> None:
-        self._launch, self._programs, self._overlap = launch, programs, overlap
-        self._arguments = [(a, pointers_of(a, watch)) for a in arguments]
+        self._kernel, self._launch = kernel, launch
+        self._arguments = [moving(argument, watch) for argument in arguments]
 
     def __call__(self, bases: Sequence[int], stream: int) -> None:
         """Launch it again."""
-        arguments = [moved(a, pointers, bases) for a, pointers in self._arguments]
-        self._launch(self._programs, arguments, self._overlap, stream)
+        self._kernel.launch_as(self._launch, [make(bases) for make in self._arguments], stream)
 
 
-def pointers_of(argument: Argument, watch: Watch) -> tuple[tuple[str, Place], ...]:
-    """Return the names of an argument's pointers and where they point; a map has one."""
+def moving(
+    argument: Argument, watch: Watch
+) -> Callable[[Sequence[int]], TensorMap | ctypes.Array[c_uint64]]:
+    """Return what makes an argument for tensors at other addresses: a map, or the same bytes.
+
+    Raises:
+        Unlisted: it points to memory that is not the call's.
+    """
     if isinstance(argument, TensorMap):
-        return (("address", watch.place(argument.matrix[0])),)
-    names = [field[0] for field in argument._fields_ if field[1] is c_void_p]
-    found = [(name, getattr(argument, name)) for name in names]
-    return tuple((name, watch.place(address)) for name, address in found if address)
+        source, offset = watch.place(argument.matrix[0])
+        sizes = argument.matrix[1:]
+        return lambda bases: _encoded(bases[source] + offset, *sizes)
+    if ctypes.sizeof(argument) % 8:
+        raise Unlisted(f"{type(argument).__name__} is not made of words of 8 bytes")
+    kind = c_uint64 * (ctypes.sizeof(argument) // 8)
+    words = tuple(kind.from_buffer_copy(argument))
+    pointers = [field[0] for field in argument._fields_ if field[1] is c_void_p]
+    at = [getattr(type(argument), name).offset // 8 for name in pointers]
+    places = [(i, *watch.place(words[i])) for i in at if words[i]]
 
+    def make(bases: Sequence[int]) -> ctypes.Array[c_uint64]:
+        found = list(words)
+        for i, source, offset in places:
+            found[i] = bases[source] + offset
+        return kind(*found)
 
-def moved(
-    argument: Argument, pointers: Sequence[tuple[str, Place]], bases: Sequence[int]
-) -> Argument:
-    """Return a copy of an argument with its pointers into the tensors at ``bases``."""
-    if isinstance(argument, TensorMap):
-        source, offset = pointers[0][1]
-        return _encoded(bases[source] + offset, *argument.matrix[1:])
-    copy = type(argument).from_buffer_copy(argument)
-    for name, (source, offset) in pointers:
-        setattr(copy, name, bases[source] + offset)
-    return copy
+    return make
 
 
 @lru_cache(maxsize=4096)
