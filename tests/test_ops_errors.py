@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import pickle
 from typing import Any
 
 import pytest
@@ -266,3 +269,12 @@ def test_columns_of_one_tensor_may_be_written_beside_others_alone(window: slice)
     else:
         with pytest.raises(MoegraftError, match="out shares memory with x"):
             ops.moe_lora(x, IDS, WEIGHTS, CASE.weights, out=out)
+
+
+def test_copies_of_weights_leave_behind_what_was_derived_from_them() -> None:
+    weights = CASE.weights
+    weights.cache["a kernel"] = ctypes.c_void_p(3)  # can't be copied
+    for copied in (copy.deepcopy(weights), copy.copy(weights), pickle.loads(pickle.dumps(weights))):
+        assert torch.equal(copied.down, weights.down)
+    assert "a kernel" not in copy.deepcopy(weights).cache
+    del weights.cache["a kernel"]
