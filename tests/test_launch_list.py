@@ -111,6 +111,20 @@ def test_the_third_call_of_a_kind_runs_by_list() -> None:
     assert calls.plain == 2 and not calls.lists.refusals
 
 
+@pytest.mark.parametrize("large", [1, 2**30])
+def test_large_memory_is_taken_by_itself(monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+    monkeypatch.setattr(launch_list, "_LARGE", large)
+    calls = Calls()
+    for seed in range(2):
+        check(calls, seed)
+    (found,) = calls.lists._lists.values()
+    assert isinstance(found, launch_list.LaunchList)
+    size = 2 * (SIZE + 1) * 4
+    assert found._memory == ((0, size) if large == 1 else (512,))
+    check(calls, 2)
+    assert calls.plain == 2
+
+
 def test_threads_share_a_list() -> None:
     calls = Calls()
     for seed in range(2):

@@ -4,8 +4,8 @@ What a layer launches, on which grids and with which numbers, depends on the siz
 layers of a model make the same launches in a step, each with tensors of its own, and finding them
 out takes the host several times as long as making them. So the second call of a kind is watched:
 each launch is written down with where its pointers point, which is into a tensor that the call was
-given, or into memory that it took for itself. Later calls of the kind take that memory in one
-piece, put their own addresses in, and launch.
+given, or into memory that it took for itself. Later calls of the kind take that memory in few
+pieces, put their own addresses in, and launch.
 
 Whatever else happens in a watched call, such as a copy by torch or a pointer to memory that is
 neither of the two, makes its kind one that is never written down: those calls go the plain way, as
@@ -29,13 +29,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 MAX_KINDS = 64
 #: Bytes that each piece of a call's memory starts on, as torch's allocator has it.
 _ALIGNMENT = 512
+#: Memory of this size is taken by itself, as in the plain way: what torch's allocator keeps of the
+#: one serves the other.
+_LARGE = 10 * 2**20
 #: What pointers have in common with those of a watched call: kernels are made for it.
 _POINTER_BITS = 15
 _ALLOCATORS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
 
 
 class Place(NamedTuple):
-    """Where a pointer points: to tensor ``source`` of a call; one behind them is its own memory."""
+    """Where a pointer points: to tensor ``source`` of a call; behind them is its own memory."""
 
     source: int
     offset: int
@@ -68,8 +71,9 @@ class Watch(TorchDispatchMode):
         self._inputs = inputs
         self._bases = {tensor.data_ptr(): i for i, tensor in enumerate(inputs)}
         self._spans = [_span(tensor) for tensor in inputs]
-        self._own: list[tuple[torch.Tensor, int]] = []  # kept, so that no address is used twice
-        self._bytes = 0
+        # Of own memory the tensor, kept so that no address is used twice, and its place.
+        self._own: list[tuple[torch.Tensor, Place]] = []
+        self._memory = [0]
         self._launches: list[Launch] = []
 
     def __torch_dispatch__(
@@ -89,9 +93,13 @@ class Watch(TorchDispatchMode):
 
     def _keep(self, tensor: torch.Tensor) -> None:
         if self.refusal is None:
-            self._own.append((tensor, self._bytes))
-            size = tensor.untyped_storage().nbytes()
-            self._bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+            size, inputs = tensor.untyped_storage().nbytes(), len(self._inputs)
+            if size >= _LARGE:
+                self._own.append((tensor, Place(inputs + len(self._memory), 0)))
+                self._memory.append(size)
+            else:
+                self._own.append((tensor, Place(inputs, self._memory[0])))
+                self._memory[0] += -(-size // _ALIGNMENT) * _ALIGNMENT
 
     def refuse(self, why: str) -> None:
         """Write nothing down, and keep no memory longer than the call does."""
@@ -115,10 +123,10 @@ class Watch(TorchDispatchMode):
         """
         if address in self._bases:
             return Place(self._bases[address], 0)
-        for tensor, offset in self._own:
+        for tensor, (source, offset) in self._own:
             start = tensor.data_ptr()
             if start <= address < start + tensor.untyped_storage().nbytes():
-                return Place(len(self._inputs), offset + address - start)
+                return Place(source, offset + address - start)
         found = [i for i, (start, end) in enumerate(self._spans) if start <= address < end]
         if len(found) != 1:
             raise Unlisted(f"a pointer is in {len(found)} of the call's tensors")
@@ -128,7 +136,7 @@ class Watch(TorchDispatchMode):
         """Return the list; None when the call can't be written down."""
         if self.refusal is not None:
             return None
-        return LaunchList(tuple(self._launches), self._bytes)
+        return LaunchList(tuple(self._launches), tuple(self._memory) if any(self._memory) else ())
 
 
 class LaunchList:
@@ -136,17 +144,16 @@ class LaunchList:
 
     Args:
         launches: in order.
-        memory: bytes that a call takes for itself.
+        memory: bytes of the pieces that a call takes for itself.
     """
 
-    def __init__(self, launches: tuple[Launch, ...], memory: int) -> None:
+    def __init__(self, launches: tuple[Launch, ...], memory: tuple[int, ...]) -> None:
         self._launches, self._memory = launches, memory
 
     def __call__(self, bases: list[int], device: torch.device, stream: int) -> None:
         """Make the launches for tensors at ``bases``."""
-        if self._memory:
-            memory = torch.empty(self._memory, dtype=torch.uint8, device=device)
-            bases = [*bases, memory.data_ptr()]
+        own = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._memory]
+        bases = bases + [tensor.data_ptr() for tensor in own]
         for launch in self._launches:
             launch(bases, stream)
 

@@ -28,18 +28,19 @@ class ListedLayer:
             makes for all of them.
 
     Attributes:
+        plain: the plain way.
         lists: what it made so far.
     """
 
     def __init__(self, run: LayerRun, sorts_tokens: bool) -> None:
         self.lists = LaunchLists()
-        self._run, self._sorts_tokens = run, sorts_tokens
+        self.plain, self._sorts_tokens = run, sorts_tokens
 
     def __call__(self, call: LayerCall) -> torch.Tensor:
         """Run a layer; see :data:`moegraft.call.LayerRun`."""
         x = call.x_TH
         if not x.shape[0] or x.stride(1) != 1:
-            return self._run(call)
+            return self.plain(call)
         out = call.out
         if out is None:
             out = torch.empty_like(x)
@@ -60,7 +61,7 @@ class ListedLayer:
             None if table is None else (table.kind, table.arena.data.dtype), call.expert_offset,
             call.scale,
         )  # fmt: skip
-        self.lists.run(kind, inputs, partial(self._run, call))
+        self.lists.run(kind, inputs, partial(self.plain, call))
         return out
 
 
