@@ -73,6 +73,7 @@ CONSTANTS: dict[str, Any] = {
     "BY_ROW": False, "BINS": 256, "CHUNK": 1024, "HAS_ORDER": True, "BLOCK_C": 64,
     "FORMAT": "unquantized", "WORD_UNIT": 4, "OUT_PARTS": 1, "GATE_SCALES": 0, "UP_SCALES": 6,
     "GATE_GLOBAL": 0, "UP_GLOBAL": 1, "STORE_H": True, "STORE_ROWS": False, "GROUPS": 0,
+    "EIGHTS": False,
     # Only there with quantised weights.
     **dict.fromkeys(("base_ptr", "base_scales_ptr", "scales_ptr", "globals_ptr", "h_base_ptr")),
     **dict.fromkeys(("base_stride", "scale_stride_e", "scale_stride_n", "scale_stride_k")),
@@ -217,7 +218,8 @@ def quantised(capability: int) -> None:
     compile_kernel(route_kernel, capability, **copy, base_programs=8)
     compile_kernel(base_rows_kernel, capability, **copy)
     del copy["base_scales_ptr"]
-    compile_kernel(base_rows_kernel, capability, **{**copy, "base_ptr": "*bf16"})
+    for eights in (False, True):
+        compile_kernel(base_rows_kernel, capability, **{**copy, "base_ptr": "*bf16"}, EIGHTS=eights)
     print("quantised: gate_up_activation, grouped_gemm, route, base_rows")
 
 

@@ -24,6 +24,7 @@ SPILLED_BYTES = 256
 SERIALISED = re.compile(r"C751[0-8]|serialized")
 
 BLOCK_M, GEMM_STAGES = 192, 3
+FP8_TILE = (128, 4)
 SPECS = {
     "gate_up": Spec(BLOCK_M, GEMM_STAGES, True, True, False, False, 8, (0, 768)),
     "gate_up with adapters": Spec(BLOCK_M, GEMM_STAGES, True, True, False, True, 8, (768, 0)),
@@ -35,6 +36,14 @@ SPECS = {
     "down": Spec(
         BLOCK_M, GEMM_STAGES, False, False, True, True, 1, (0, 128), bias=torch.float32,
         weight=torch.bfloat16,
+    ),
+    "FP8 gate_up": Spec(*FP8_TILE, True, True, False, False, 8, (0, 768), fp8=True),
+    "FP8 gate_up with adapters": Spec(*FP8_TILE, True, True, False, True, 8, (768, 0), fp8=True),
+    "FP8 no gate": Spec(*FP8_TILE, True, False, False, True, 6, (0, 128), "relu2", fp8=True),
+    "FP8 down": Spec(*FP8_TILE, False, False, True, False, 1, (0, 128), fp8=True),
+    "FP8 down with adapters": Spec(
+        *FP8_TILE, False, False, True, True, 1, (0, 128), bias=torch.float32,
+        weight=torch.bfloat16, fp8=True,
     ),
 }  # fmt: skip
 SHRINKS = {
@@ -75,17 +84,24 @@ def test_shrinks_compile_for_hopper_without_waits_or_spills(name: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("block_m", [16, 176, 192])
-@pytest.mark.parametrize("kernel", ["moe_gemm", "group_shrink"])
+@pytest.mark.parametrize(
+    ("kernel", "block_m"),
+    [
+        *(("moe_gemm", rows) for rows in (16, 176, 192)),
+        *(("group_shrink", rows) for rows in (16, 176, 192)),
+        *(("moe_gemm of FP8", rows) for rows in (16, 112, 128)),
+    ],
+)
 def test_the_host_gives_as_much_shared_memory_as_the_source_lays_out(
     kernel: str, block_m: int
 ) -> None:
     """The compiler itself compares; the kernel's body is left away, which takes its time."""
-    if kernel == "moe_gemm":
-        gemm = Spec(block_m, 2, False, False, True, False, 1, (0, 128))
+    if kernel != "group_shrink":
+        fp8 = kernel == "moe_gemm of FP8"
+        gemm = Spec(block_m, 2, False, False, True, False, 1, (0, 128), fp8=fp8)
         (_, headers), options = sources(gemm), gemm.options()
         layout = '#include "moe_gemm_layout.h"'
-        end, room = "BARRIERS_AT + 16 * STAGES + 16", gemm.shared_bytes
+        end, room = "ROW_SCALES_AT + (FP8 ? STAGES * BLOCK_M * 4 : 0)", gemm.shared_bytes
     else:
         shrink = ShrinkSpec(block_m, 5, False, 1, 1)
         (source, headers), options = sources(shrink), shrink.options()

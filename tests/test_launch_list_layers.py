@@ -44,10 +44,10 @@ TILE = GemmConfig(32, 32, 4, 2)
 DECODE = FusedConfig(16, TILE, TILE, GemmConfig(16, 32, 4, 2))
 MERGED = replace(DECODE, merged=True, gate_up_splits=2, down_splits=3, delta_programs=7)
 PREFILL = PrefillConfig(32, tail_m=16, gate_up=TILE, down=TILE, shrink=TILE, wide_shrink=TILE)
-RUNS: dict[str, tuple[LayerRun, bool]] = {
-    "decode": (partial(run_layer, config=DECODE), False),
-    "merged": (partial(run_layer, config=MERGED), False),
-    "prefill": (partial(run_prefill, config=PREFILL, other=DECODE), True),
+RUNS: dict[str, tuple[LayerRun, PrefillConfig | None]] = {
+    "decode": (partial(run_layer, config=DECODE), None),
+    "merged": (partial(run_layer, config=MERGED), None),
+    "prefill": (partial(run_prefill, config=PREFILL, other=DECODE), PREFILL),
 }
 
 
@@ -140,7 +140,7 @@ def call_of(case: LayerCase, base: bool, with_out: bool = True) -> LayerCall:
 @pytest.mark.parametrize("base", [False, True], ids=["adapters", "base"])
 @pytest.mark.parametrize("name", RUNS)
 def test_layers_by_list_have_the_plain_ways_bits(name: str, base: bool) -> None:
-    run, sorts = RUNS[name]
+    run, tiles = RUNS[name]
     plain = 0
 
     def counted(call: LayerCall) -> torch.Tensor:
@@ -148,7 +148,7 @@ def test_layers_by_list_have_the_plain_ways_bits(name: str, base: bool) -> None:
         plain += 1
         return run(call)
 
-    layer = ListedLayer(counted, sorts)
+    layer = ListedLayer(counted, tiles)
     layer.lists = Lists()
     for seed in range(4):
         case = layer_inputs(10 * seed)
@@ -159,7 +159,7 @@ def test_layers_by_list_have_the_plain_ways_bits(name: str, base: bool) -> None:
 
 def test_quantised_layers_by_list() -> None:
     run = RUNS["decode"][0]
-    layer = ListedLayer(run, False)
+    layer = ListedLayer(run)
     layer.lists = Lists()
     for seed in range(4):
         case = layer_inputs(10 * seed, biases=False, weight_format="fp8-channel")
@@ -169,8 +169,8 @@ def test_quantised_layers_by_list() -> None:
 
 
 def test_what_decides_launches_makes_another_kind() -> None:
-    run, sorts = RUNS["decode"]
-    layer = ListedLayer(run, sorts)
+    run, tiles = RUNS["decode"]
+    layer = ListedLayer(run, tiles)
     layer.lists = Lists()
     case = layer_inputs(1)
     first = call_of(case, base=False)
@@ -197,16 +197,16 @@ def test_what_decides_launches_makes_another_kind() -> None:
 def test_copies_and_pieces_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     case = layer_inputs(1)
     call = call_of(case, base=False)
-    run, sorts = RUNS["decode"]
-    layer = ListedLayer(run, sorts)
+    run, tiles = RUNS["decode"]
+    layer = ListedLayer(run, tiles)
     layer.lists = Lists()
     expected = run(call).clone()
     ids = call.topk_ids.t().contiguous().t()
     for _ in range(4):
         assert torch.equal(layer(replace(call, topk_ids=ids)), expected)
     assert "clone" in layer.lists.refusals[0]
-    run, sorts = RUNS["prefill"]
-    layer = ListedLayer(run, sorts)
+    run, tiles = RUNS["prefill"]
+    layer = ListedLayer(run, tiles)
     layer.lists = Lists()
     monkeypatch.setattr(
         "moegraft.backends.triton.prefill.layer.max_pairs", lambda weights, table=None: 6

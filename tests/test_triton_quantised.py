@@ -191,6 +191,11 @@ def test_columns_change_places_for_4_bit_weights_and_end_with_zeros(columns: int
     found = rows.values.unflatten(1, (-1, 2, 2, 4, 2))  # 16 of 32, 8 of 16, word, half of a word
     padded = torch.nn.functional.pad(x, (0, -columns % 32)).unflatten(1, (-1, 4, 2, 2, 2))
     assert torch.equal(found, padded.permute(0, 1, 4, 5, 2, 3))
+    rows = make_base_rows("mxfp4", 3, columns, torch.float32, x.device, eights=True)
+    assert rows is not None
+    run_base_rows(x, rows)
+    found = rows.values.unflatten(1, (-1, 4, 2))  # 4 pairs, half of a word
+    assert torch.equal(found, padded.flatten(1).unflatten(1, (-1, 2, 4)).transpose(2, 3))
 
 
 @pytest.mark.parametrize("problem", [1, 4, 16, 64, 256, 512, 8192])

@@ -14,7 +14,8 @@ from moegraft.backends.launch_list import Unlisted, Watch, watching
 from moegraft.errors import MoegraftError
 
 _SHARED_MEMORY_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+#: CU_TENSOR_MAP_DATA_TYPE_BFLOAT16; e4m3 is copied as CU_TENSOR_MAP_DATA_TYPE_UINT8.
+_TYPES = {torch.bfloat16: 9, torch.float8_e4m3fn: 0}
 _SWIZZLE_128 = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 _PROMOTE_256 = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -102,8 +103,8 @@ class Kernel:
         Args:
             programs: of the launch.
             arguments: of the function.
-            overlap: begin as soon as all programs of the launch before have asked for it. That
-                one must be a :class:`Kernel`'s too, and this one waits for what it reads of it.
+            overlap: begin as soon as all programs of the launch before have allowed it or ended;
+                the function itself waits for what it reads of earlier launches.
         """
         launch = _Launch(
             (programs, 1, 1), (self.threads, 1, 1), self.shared_bytes, 0,
@@ -171,14 +172,15 @@ def moving(
 
 @lru_cache(maxsize=4096)
 def _encoded(
-    address: int, rows: int, columns: int, row_bytes: int, box_rows: int, box_columns: int
-) -> TensorMap:
+    address: int, kind: int, rows: int, columns: int, row_bytes: int, box_rows: int,
+    box_columns: int,
+) -> TensorMap:  # fmt: skip
     memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     at = -ctypes.addressof(memory) % _MAP_ALIGNMENT
     found = TensorMap.from_buffer(memory, at)
-    found.matrix = (address, rows, columns, row_bytes, box_rows, box_columns)
+    found.matrix = (address, kind, rows, columns, row_bytes, box_rows, box_columns)
     code = _driver().cuTensorMapEncodeTiled(
-        ctypes.byref(found), c_int(_BFLOAT16), c_uint32(2), c_void_p(address),
+        ctypes.byref(found), c_int(kind), c_uint32(2), c_void_p(address),
         (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(row_bytes),
         (c_uint32 * 2)(box_columns, box_rows), (c_uint32 * 2)(1, 1), c_int(0),
         c_int(_SWIZZLE_128), c_int(_PROMOTE_256), c_int(0),
@@ -188,13 +190,15 @@ def _encoded(
 
 
 def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int) -> TensorMap:
-    """Return the map of a bfloat16 matrix ``[rows, columns]`` for the copy engine.
+    """Return the map of a bfloat16 or e4m3 matrix ``[rows, columns]`` for the copy engine.
 
     Tiles of ``box_rows x box_columns`` have rows of 128 bytes in shared memory, swizzled.
 
     Raises:
         DriverError: rows that are not on 16 bytes, or sizes that the copy engine doesn't take.
     """
-    assert matrix.dtype == torch.bfloat16 and matrix.dim() == 2 and matrix.stride(1) == 1
+    assert matrix.dim() == 2 and matrix.stride(1) == 1
     rows, columns = matrix.shape
-    return _encoded(matrix.data_ptr(), rows, columns, matrix.stride(0) * 2, box_rows, box_columns)
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    kind = _TYPES[matrix.dtype]
+    return _encoded(matrix.data_ptr(), kind, rows, columns, row_bytes, box_rows, box_columns)

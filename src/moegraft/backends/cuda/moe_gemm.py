@@ -24,6 +24,10 @@ class Spec:
         block_m: rows of a block at most, a multiple of 16, at most 192.
         stages: K steps in flight.
         bias, weight: dtypes, None = none.
+        fp8: e4m3 weights and rows, with scales per 128 x 128 and per row and 128 columns; blocks
+            of at most 128 rows.
+        turns: of FP8, how the two warp groups that multiply take turns: 0 they don't, 1 one's
+            products are asked for before the other's, 2 they are nearly done.
     """
 
     name: ClassVar[str] = "moe_gemm"
@@ -43,6 +47,8 @@ class Spec:
     up_shift: float = 0.0
     bias: torch.dtype | None = None
     weight: torch.dtype = torch.float32
+    fp8: bool = False
+    turns: int = 0
 
     def options(self) -> list[str]:
         """Return the compiler's options."""
@@ -53,6 +59,7 @@ class Spec:
             "ALPHA": _float(self.alpha), "HAS_LIMIT": int(self.limit is not None),
             "LIMIT": _float(self.limit or 0.0), "UP_SHIFT": _float(self.up_shift),
             "BIAS": DTYPES[self.bias] if self.bias else 0, "WEIGHT": DTYPES[self.weight],
+            "FP8": int(self.fp8), "TURNS": self.turns,
         }  # fmt: skip
         return base_options(self.block_m, macros)
 
@@ -60,9 +67,12 @@ class Spec:
     def shared_bytes(self) -> int:
         """Shared memory of a program, as the source lays it out, and room to align it."""
         stage = 256 * 128 + self.block_m * 128
-        part = (self.block_m // 16 + 1) // 2 * 16 * 128
-        scales_and_marks, meta = 6 * self.block_m * 4, 2 * (2 * self.block_m * 4 + 512)
-        records, barriers, alignment = 5 * 16, 16 * self.stages + 16, 1024
+        part = (32 if self.fp8 else (self.block_m // 16 + 1) // 2 * 16) * 128
+        scales = 2 * self.stages + 1 if self.fp8 else 4  # routing weights, and rows' scales
+        scales_and_marks = (scales + 2) * self.block_m * 4
+        meta = 2 * (2 * self.block_m * 4 + 512)
+        records = 16 * (self.stages + 1 if self.fp8 else 4)
+        barriers, alignment = 16 * self.stages + 16, 1024
         fixed = 4 * part + scales_and_marks + meta + records + barriers + alignment
         return self.stages * stage + fixed
 
@@ -82,4 +92,13 @@ class Arguments(ctypes.Structure):
         ("s_stride", c_int64), ("group_stride", c_int64), ("side_bytes", c_int),
         ("max_groups", c_int), ("size_k", c_int), ("size_n", c_int), ("weight_rows", c_int),
         ("bias_stride", c_int), ("num_tiles", c_int),
+    )  # fmt: skip
+
+
+class Fp8Arguments(Arguments):
+    """The same of FP8 weights."""
+
+    _fields_ = (  # type: ignore[assignment]  # more of them, behind those of the base
+        ("x_scales", c_void_p), ("weight_scales", c_void_p), ("h_values", c_void_p),
+        ("h_scales", c_void_p), ("scale_rows", c_int64),
     )  # fmt: skip

@@ -20,11 +20,13 @@ class Specialisation(Hashable, Protocol):
 
     Attributes:
         name: of the source, without ``.cu``, and of its kernel.
-        threads: of a program.
     """
 
     name: ClassVar[str]
-    threads: ClassVar[int]
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program."""
 
     @property
     def block_m(self) -> int:
@@ -71,6 +73,7 @@ def headers(block_m: int) -> dict[str, str]:
     return {
         **{path.name: path.read_text() for path in sorted(SOURCE.glob("*.h"))},
         "product.h": "#pragma once\n" + "".join(_product(n, t) for n in sizes for t in (0, 1)),
+        "product_fp8.h": "#pragma once\n" + "".join(_product_fp8(n) for n in sizes),
     }
 
 
@@ -88,3 +91,23 @@ def _product(n: int, transposed: int) -> str:
         f'                     : {operands} : "l"(a), "l"(b));\n'
         "    }\n};\n"
     )
+
+
+def _product_fp8(n: int) -> str:
+    """Return the FP8 matrix instruction for ``n`` rows of a block; see ``hopper_fp8.h``."""
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    name = f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3"
+
+    def function(called: str, operand: str, adds: int) -> str:
+        operands = ", ".join(f'"{operand}"(d[{i}])' for i in range(count))
+        last = f"%{count}, %{count + 1}, {adds}, 1, 1;"
+        return (
+            f"    static DEVICE void {called}(float (&d)[{count}], u64 a, u64 b) {{\n"
+            f'        asm volatile("{name} {{{registers}}}, {last}"\n'
+            f'                     : {operands} : "l"(a), "l"(b));\n'
+            "    }\n"
+        )
+
+    functions = function("set", "=f", 0) + function("add", "+f", 1)
+    return f"template <> struct ProductFp8<{n}> {{\n{functions}}};\n"

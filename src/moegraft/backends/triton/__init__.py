@@ -79,7 +79,7 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     from moegraft.backends.triton.fused import run_layer
     from moegraft.backends.triton.listed_layer import listed_layer
     from moegraft.backends.triton.normed import run_normed
-    from moegraft.backends.triton.prefill.config import prefill_config, why_portable
+    from moegraft.backends.triton.prefill.config import is_for_fp8, prefill_config, why_portable
     from moegraft.backends.triton.prefill.layer import run_prefill
     from moegraft.backends.triton.stages import TritonStages
     from moegraft.backends.triton.tiles import choose_config
@@ -99,6 +99,8 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     pdl = facts.has_dependent_launch and mode in ("in_kernel", "base") and not custom
     config = config.overlapping(pdl)
     run: LayerRun = partial(run_layer, config=config)
+    if not facts.interpreted:
+        run = listed_layer(problem, config, None)
     if custom or mode in ("two_stream", "serial"):
         run = partial(run_unfused, config=config, two_stream=mode == "two_stream")
     elif (tiles := prefill_config(problem, facts)) is not None:
@@ -109,8 +111,8 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
         if facts.capability == 90 and not tiles.hopper and (reason := why_portable(problem)):
             why += f"; portable GEMMs: {reason}"
         return Choice(stages, mode, why, run)
-    elif not facts.interpreted:
-        run = listed_layer(problem, config, None)
+    elif is_for_fp8(problem) and facts.capability == 90 and (reason := why_portable(problem)):
+        source += f", not GEMMs for many rows ({reason})"
     if mode == "two_stream" and problem.num_tokens > MAX_TWO_STREAM_TOKENS:
         source += f", on one stream (T > {MAX_TWO_STREAM_TOKENS})"
     return Choice(stages, mode, f"{source}: {config}", run)

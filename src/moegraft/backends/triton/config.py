@@ -42,6 +42,8 @@ class FusedConfig:
             each by its own program: more of them for few tokens. Products of ``A`` are repeated.
         merged: the delta's programs are the first of the GEMM's launch, not a launch before it.
         pdl: programmatic dependent launch (Hopper and newer).
+        cuda_fp4: the GEMMs over 4-bit weights are those of :mod:`.weights.fp4_hopper`.
+        gate_up_parts, down_parts: groups of warps that share the K loop of one of their programs.
     """
 
     block_m: int
@@ -53,6 +55,9 @@ class FusedConfig:
     down_splits: int = 1
     merged: bool = False
     pdl: bool = False
+    cuda_fp4: bool = False
+    gate_up_parts: int = 1
+    down_parts: int = 1
 
     def splits(self, down: bool) -> int:
         """Return the ranges of columns of the delta of gate and up, or of down."""

@@ -19,6 +19,7 @@ from moegraft.backends.launch_list import refuse
 from moegraft.backends.triton.config import MAX_BLOCK_R, FusedConfig
 from moegraft.backends.triton.launch import run_down, run_finalize, run_gate_up, run_route
 from moegraft.backends.triton.launch_delta import run_delta
+from moegraft.backends.triton.weights import fp4_hopper
 from moegraft.backends.triton.workspace import MAX_PAIRS, Workspace, make_workspace
 from moegraft.call import LayerCall
 from moegraft.types import ExpertWeights, TokenSlots
@@ -32,7 +33,8 @@ def run_layer(
     Args:
         call: the layer call.
         config: tiles.
-        workspace: scratch to use; None = allocated for this call.
+        workspace: scratch to use, in the order of columns that these GEMMs read; None = allocated
+            for this call.
 
     Returns:
         ``[T, H]`` in x's dtype.
@@ -44,12 +46,13 @@ def run_layer(
     out = torch.empty_like(x) if call.out is None else call.out
     if not x.shape[0]:
         return out
+    cuda = config.cuda_fp4 and fp4_hopper.can_read(weights)
     lora, top_k = call.lora, call.topk_ids.shape[1]
     ws = workspace
     if ws is None:
         dtype = torch.float32 if table is None else delta_dtype(weights.dtype, table.max_rank)
         pairs = call.topk_ids.numel()
-        ws = make_workspace(weights, pairs, config.block_m, lora, dtype, top_k=top_k)
+        ws = make_workspace(weights, pairs, config.block_m, lora, dtype, top_k=top_k, eights=cuda)
     slots = call.slots.slots if call.slots is not None and lora else None
     run_route(
         call.topk_ids, slots, weights.num_experts, ws, config, call.expert_offset, x, ws.base_x
@@ -58,10 +61,16 @@ def run_layer(
         table = None
     if table is not None and not config.merged:
         run_delta(x, weights, table, ws, top_k, config, down=False)
-    run_gate_up(x, weights, ws, top_k, config, table, slots)
+    if cuda:
+        fp4_hopper.run_gate_up(weights, ws, top_k, config, slots)
+    else:
+        run_gate_up(x, weights, ws, top_k, config, table, slots)
     if table is not None and not config.merged:
         run_delta(ws.h, weights, table, ws, top_k, config, down=True)
-    run_down(call.topk_weights, weights, ws, config, table)
+    if cuda:
+        fp4_hopper.run_down(call.topk_weights, weights, ws, config)
+    else:
+        run_down(call.topk_weights, weights, ws, config, table)
     delta_weights = call.topk_weights if lora else None
     run_finalize(ws, out, top_k, call.scale, config, delta_weights, slots)
     return out

@@ -24,17 +24,17 @@ class ListedLayer:
 
     Args:
         run: the plain way.
-        sorts_tokens: it reads the tokens in the order of their slots, which a step's first layer
-            makes for all of them.
+        tiles: of the prefill kernels, which read the tokens in the order of their slots: a step's
+            first layer makes it for all of them. None = the decode kernels run.
 
     Attributes:
         plain: the plain way.
         lists: what it made so far.
     """
 
-    def __init__(self, run: LayerRun, sorts_tokens: bool) -> None:
+    def __init__(self, run: LayerRun, tiles: PrefillConfig | None = None) -> None:
         self.lists = LaunchLists()
-        self.plain, self._sorts_tokens = run, sorts_tokens
+        self.plain, self._tiles = run, tiles
 
     def __call__(self, call: LayerCall) -> torch.Tensor:
         """Run a layer; see :data:`moegraft.call.LayerRun`."""
@@ -53,8 +53,9 @@ class ListedLayer:
             inputs += [call.slots.slots, table.arena.data, table.records]
             if table.expert_map is not None:
                 inputs.append(table.expert_map)
-            if self._sorts_tokens and table.max_rank:
-                inputs.append(token_order(call.slots, table.num_slots))
+            if self._tiles is not None and table.max_rank:
+                options = self._tiles.launch_options()
+                inputs.append(token_order(call.slots, table.num_slots, options))
         kind: Hashable = (
             x.shape, x.stride(), x.dtype, out.stride(), out.dtype, ids.shape, ids.stride(),
             ids.dtype, topk_weights.stride(), topk_weights.dtype, weights_kind, lora,
@@ -90,5 +91,5 @@ def listed_layer(problem: Problem, config: FusedConfig, tiles: PrefillConfig | N
         tiles: of the prefill kernels; None = the decode kernels run it.
     """
     if tiles is None:
-        return ListedLayer(partial(run_layer, config=config), sorts_tokens=False)
-    return ListedLayer(partial(run_prefill, config=tiles, other=config), sorts_tokens=True)
+        return ListedLayer(partial(run_layer, config=config))
+    return ListedLayer(partial(run_prefill, config=tiles, other=config), tiles)

@@ -80,6 +80,7 @@ def route_kernel(
     DENSE: tl.constexpr,  # one program sees all pairs: BLOCK_I >= P
     HAS_SLOTS: tl.constexpr,
     GROUPS: tl.constexpr,  # 0 = no copy of x; else the first base_programs programs make it
+    EIGHTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """See the top of the file."""
@@ -90,7 +91,7 @@ def route_kernel(
         if pid < base_programs:
             write_rows(
                 pid, source_ptr, base_ptr, base_scales_ptr, source_columns, source_stride,
-                base_stride, GROUPS,
+                base_stride, GROUPS, EIGHTS,
             )  # fmt: skip
             return
         pid -= base_programs

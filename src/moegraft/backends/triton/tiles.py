@@ -11,6 +11,7 @@ from dataclasses import replace
 from moegraft.backends.triton.config import FusedConfig, GemmConfig, block_r
 from moegraft.backends.triton.device import DeviceFacts
 from moegraft.backends.triton.tuned_tiles import tuned_config
+from moegraft.backends.triton.weights import fp4_hopper
 from moegraft.backends.triton.weights.tiles import (
     quantised_candidates,
     quantised_config,
@@ -36,7 +37,12 @@ def choose_config(problem: Problem, device: DeviceFacts) -> tuple[FusedConfig, s
     config = _by_rules(problem) if plain else quantised_config(problem)
     while not config_ok(config, problem, device):
         config = _smaller(config) if plain else smaller(config)
-    return config, "tiles by rule"
+    if plain or not fp4_hopper.is_4_bit_on_hopper(problem, device):
+        return config, "tiles by rule"
+    reason = fp4_hopper.why_triton(problem, device)
+    if reason is not None:
+        return config, f"tiles by rule, not the CUDA kernels over 4-bit weights: {reason}"
+    return fp4_hopper.decode_config(config, problem, device), "CUDA kernels over 4-bit weights"
 
 
 def config_ok(config: FusedConfig, problem: Problem, device: DeviceFacts) -> bool:

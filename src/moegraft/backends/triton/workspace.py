@@ -110,10 +110,12 @@ def make_workspace(
     delta_dtype: torch.dtype = torch.float32,
     y_type: torch.dtype | None = None,
     top_k: int = 1,
+    eights: bool = False,
 ) -> Workspace:
     """Allocate scratch for P pairs; ``lora`` adds what only adapters need, in ``delta_dtype``.
 
-    ``y_type`` None = :func:`y_dtype`. ``top_k`` says how many tokens there are.
+    ``y_type`` None = :func:`y_dtype`. ``top_k`` says how many tokens there are, ``eights`` how the
+    base product's copies are ordered (:class:`BaseRows`).
 
     Nothing is initialised. All of it comes from torch's allocator on the current stream, so a
     captured call takes its memory from the graph's pool.
@@ -125,7 +127,7 @@ def make_workspace(
         return torch.empty(num_pairs, columns, dtype=delta_dtype, device=device)
 
     def base_rows(rows: int, columns: int) -> BaseRows | None:
-        return make_base_rows(weights.weight_format, rows, columns, weights.dtype, device)
+        return make_base_rows(weights.weight_format, rows, columns, weights.dtype, device, eights)
 
     sides = 2 if weights.layout.gated else 1
     return Workspace(

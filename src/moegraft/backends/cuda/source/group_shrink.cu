@@ -274,7 +274,6 @@ DEVICE void multiply_all(const Arguments &p, u32 base, int group, int t) {
 extern "C" __global__ void __launch_bounds__(512, 1)
     group_shrink(const __grid_constant__ Arguments p) {
     extern __shared__ char memory[];
-    let_next_begin();  // it waits for each block of S on its own
     u32 base = ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
     int group = __shfl_sync(0xFFFFFFFF, threadIdx.x >> 7, 0);
     if (threadIdx.x == 0) {
@@ -282,6 +281,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         proxy_fence();
     }
     __syncthreads();
+    launch_wait();
+    launch_next();  // a GEMM, that waits for each block of S
     if (group < 2)
         multiply_all(p, base, group, threadIdx.x & 127);
     else

@@ -188,8 +188,11 @@ DEVICE void add_release(int *to, int value) {
                  : "memory");
 }
 
-// The launch behind this one may begin, where it asked for that, as soon as all programs of this one have.
-DEVICE void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// The launch behind this one may begin as soon as all programs of this one have called this or ended.
+DEVICE void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Until all launches before this one are complete; see triton/sync.py for the rules.
+DEVICE void launch_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Warp groups of the shrink that count a block as written.
 constexpr int S_PARTS = 2;

@@ -1,5 +1,6 @@
 // The warp group of moe_gemm that loads; see moe_gemm.cu.
 #pragma once
+#include "hopper_fp8.h"
 #include "moe_gemm_layout.h"
 
 // The items of a program, and where a thread of the loading warp group copies 16 bytes of a row of
@@ -20,11 +21,10 @@ struct Loader {
 
     // Thread 0 takes an item; all know it when they share it, one turn at a time.
     DEVICE int take() const { return atomicAdd(p.ticket, 1); }
-    DEVICE int share(u32 which, int taken) const {
-        u32 at = base + NEXT_AT + (which & 1) * 8;
-        if (t == 0) store_shared_u32(at, taken);
+    DEVICE int share(int taken) const {
+        if (t == 0) store_shared_u32(record() + 12, taken);
         loaders_sync(3, LOADERS);
-        return load_shared_u32(at);
+        return load_shared_u32(record() + 12);
     }
     DEVICE u32 record() const { return base + RECORDS_AT + turn % RECORDS * 16; }
 
@@ -62,6 +62,10 @@ struct Loader {
     }
 };
 static_assert(2 * BLOCK_M / 4 + SIDES * 2 * META_GROUPS <= LOADERS, "a thread asks once");
+
+// Of 16 rows of a stage that no thread copies.
+constexpr int ROWS_BYTES = 2048 + (FP8 ? 64 : 0);
+static_assert(!FP8 || BLOCK_M <= LOADERS, "a thread has the scale of a row");
 
 // A stage of S and B: STAGE_GROUPS groups, of gate and then of up; zeros for groups that are not there.
 DEVICE void load_delta(const Loader &me, Stage &stage, int rows, int group, int count) {
@@ -116,7 +120,7 @@ DEVICE void load_all(const Arguments &p, const TensorMap *w_map, const TensorMap
     Stage stage{base};
     const u32 x_units = (u32)(p.x_stride >> 4);
     // Of the next item; it is taken while this one is loaded.
-    const int share_at = min(p.size_k / 64 - 1, 4) * 64;
+    const int share_at = min(max(p.size_k / STEP - 2, 0), 4) * STEP;
     int info = 0, count = 0;
     auto look = [&](int item) {
         if (item >= me.end) return;
@@ -124,7 +128,7 @@ DEVICE void load_all(const Arguments &p, const TensorMap *w_map, const TensorMap
         info = load_global(p.block_info + block);
         if (LORA) count = load_global(p.group_count + block);
     };
-    me.item = me.share(1, thread == 0 ? me.take() : 0);
+    me.item = me.share(thread == 0 ? me.take() : 0);
     look(me.item);
     if (me.item < me.end) me.ask(0, me.block());
     for (int later = 0; me.item < me.end; me.item = later, ++me.turn) {
@@ -159,25 +163,39 @@ DEVICE void load_all(const Arguments &p, const TensorMap *w_map, const TensorMap
         }
         int row = expert * p.weight_rows + me.column();
         const char *x = p.x + me.chunk * 16;
-        for (int k = 0; k < p.size_k; k += 64) {
+#if FP8
+        const float *x_scales = p.x_scales;
+        if (!GATHER)
+            x_scales += first;
+        else if (me.t < rows)
+            x_scales += (i64)(load_shared_u32(pairs + me.t * 4) / TOP_K) * (p.size_k / STEP);
+#endif
+        for (int k = 0; k < p.size_k; k += STEP) {
             barrier_wait(stage.empty(), stage.parity ^ 1);
             if (me.t == 0) {
-                barrier_expect(stage.full(), W_BYTES + (GATHER ? 0 : sixteens * 2048));
+                barrier_expect(stage.full(), W_BYTES + (GATHER ? 0 : sixteens * ROWS_BYTES));
                 load_tile(stage.weights(), w_map, stage.full(), k, row + START0);
                 load_tile(stage.weights() + W_BYTES / 2, w_map, stage.full(), k, row + START1);
                 if (!GATHER) {
                     for (int i = 0; i < sixteens; ++i)
                         load_tile(stage.rows() + i * 2048, h_map, stage.full(), k, first + i * 16);
+#if FP8
+                    load_bytes(stage.row_scales(), x_scales, sixteens * 64, stage.full());
+                    x_scales += p.scale_rows;
+#endif
                 }
             }
             if (GATHER) {
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
                     if (i * 16 + me.row < rows)
-                        copy_16(stage.rows() + me.to + i * 2048, x + (u64)x_rows[i] * 16 + k * 2, 16);
+                        copy_16(stage.rows() + me.to + i * 2048, x + (u64)x_rows[i] * 16 + k * WIDTH, 16);
                 }
+#if FP8
+                if (me.t < rows) copy_4(stage.row_scales() + me.t * 4, x_scales + k / STEP);
+#endif
                 copies_arrive(stage.full());
-            } else if (WEIGHTED && k + 64 == p.size_k) {
+            } else if (WEIGHTED && k + STEP == p.size_k) {
 #pragma unroll
                 for (int i = 0; i < SHARE; ++i) {
                     int r = me.t + i * LOADERS;
@@ -191,7 +209,7 @@ DEVICE void load_all(const Arguments &p, const TensorMap *w_map, const TensorMap
             }
             stage.next();
             if (k == share_at) {
-                later = me.share(me.turn, taken);  // nobody needs any more what the item before had
+                later = me.share(taken);  // nobody needs any more what the item before had
                 look(later);
                 if (LORA) s_there = !groups || load_acquire(p.s_ready + me.block()) >= S_PARTS;
                 if (later < me.end) me.ask(me.turn + 1, later / p.num_tiles);

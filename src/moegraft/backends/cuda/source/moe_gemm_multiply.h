@@ -1,9 +1,11 @@
 // The warp groups of moe_gemm that multiply, apply what follows and store; see moe_gemm.cu.
 #pragma once
+#include "hopper_fp8.h"
 #include "moe_gemm_layout.h"
 #include "product.h"
 
 DEVICE float pointwise(float x) {
+    if (FP8 && KIND == 0) return x * sigmoid(ALPHA * x);
     if (KIND == 0) return __fdividef(x, 1.0f + __expf(-ALPHA * x));
     if (KIND == 1) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
     if (KIND == 2) {
@@ -24,7 +26,7 @@ DEVICE float gated(float gate, float up) {
         gate = below(gate, LIMIT);
         up = above(below(up, LIMIT), -LIMIT);
     }
-    return pointwise(gate) * (up + UP_SHIFT);
+    return pointwise(gate) * (FP8 && UP_SHIFT == 0.0f ? up : up + UP_SHIFT);
 }
 
 // One of the two warp groups that multiply.
@@ -32,6 +34,11 @@ struct Multiplier {
     u32 base, out;
     int group, t, warp, lane;
     u32 part = 0;  // of `out`, that is written next
+#if FP8
+    float left_scale = 0.0f, right_scale = 0.0f;  // see ask_scales
+    u32 record = 0;
+    int items = 0, asked = -1;  // asked: the item whose scales are here, or on their way
+#endif
 
     DEVICE Multiplier(u32 base_, int group_, int thread)
         : base(base_), group(group_), t(thread), warp(thread >> 5), lane(thread & 31) {
@@ -62,6 +69,10 @@ struct Multiplier {
         }
     }
 };
+
+#if FP8
+#include "moe_gemm_fp8.h"
+#endif
 
 // Bit q: the B of slot q of a stage has values that are not finite, in the columns of a warp group.
 DEVICE u32 broken_groups(const Multiplier &me, const Stage &stage) {
@@ -115,8 +126,15 @@ DEVICE void run_item(const Arguments &p, const TensorMap *out_map, Multiplier &m
     float left[N / 2], right[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) left[i] = right[i] = 0.0f;
-    u32 before = 0;
     bool is_marked = false;
+    u32 before = 0, broken = 0;
+#if FP8
+    multiply_fp8<N>(p, me, stage, left, right, expert, tile);
+    settle(left);
+    settle(right);
+    ask_next_scales(p, me);
+    if (LORA && count) broken = wait_and_look(me, stage, count);
+#else
     for (int k = 0; k < p.size_k; k += 64) {
         barrier_wait(stage.full(), stage.parity);
         if (GATHER) proxy_fence();
@@ -134,13 +152,13 @@ DEVICE void run_item(const Arguments &p, const TensorMap *out_map, Multiplier &m
         before = stage.empty();
         stage.next();
     }
-    u32 broken = 0;
     // What B holds is looked at while the products before are under way.
     if (LORA && count) broken = wait_and_look(me, stage, count);
     products_wait<0>();
     if (me.t == 0) barrier_arrive(before);
     settle(left);
     settle(right);
+#endif
     for (int group = 0; LORA && group < count;) {
         if (group_any(1 + me.group, broken != 0)) {
             mend(p, me, stage, broken, block, group, count, !is_marked);
@@ -150,7 +168,7 @@ DEVICE void run_item(const Arguments &p, const TensorMap *out_map, Multiplier &m
         u64 b0 = tile_at(stage.weights() + me.group * 8192), s = tile_at(stage.rows());
 #pragma unroll
         for (int q = 0; q < STAGE_GROUPS; ++q) {
-            if (group + q >= count) break;
+            if (q && group + q >= count) break;
             products_begin();
             Product<N, 1>::run(left, b0 + q * 128, s + 2 * q);
             if (GATED)
@@ -194,14 +212,17 @@ DEVICE void run_item(const Arguments &p, const TensorMap *out_map, Multiplier &m
             right[i + 1] += mark.y;
         }
     }
-    // Two parts of the rows in turn: one is written while the copy engine reads the other.
-    constexpr int PART = (N / 16 + 1) / 2 * 16;
+#if FP8
+    if (!WEIGHTED) return store_h<N>(p, out_map, me, left, right, block, tile);
+#endif
+    // Parts of the rows in turn: one is written while the copy engine reads another.
+    constexpr int PART = FP8 ? 32 : (N / 16 + 1) / 2 * 16;
     u32 scales = me.base + SCALES_AT + (turn % SCALES * BLOCK_M + 2 * (me.lane & 3)) * 4;
 #pragma unroll
     for (int half = 0; half < 2 / SIDES; ++half) {
 #pragma unroll
-        for (int part = 0; part < (N > 16 ? 2 : 1); ++part) {
-            const int first = part * PART, last = part || N == 16 ? N : PART;
+        for (int part = 0; part < (N + PART - 1) / PART; ++part) {
+            const int first = part * PART, last = first + PART < N ? first + PART : N;
             me.begin_store();
             u32 to = me.store_at();
 #pragma unroll
@@ -235,6 +256,10 @@ DEVICE void multiply_all(const Arguments &p, const TensorMap *out_map, u32 base,
                          int thread) {
     Multiplier me(base, group, thread);
     Stage stage{base};
+#if FP8
+    me.items = *p.live_blocks * p.num_tiles;
+    if (group == 1) turn_give(0);  // the first turn
+#endif
     for (u32 turn = 0;; ++turn) {
         barrier_wait(stage.full(), stage.parity);
         const u32 record = base + RECORDS_AT + turn % RECORDS * 16;
@@ -244,6 +269,10 @@ DEVICE void multiply_all(const Arguments &p, const TensorMap *out_map, u32 base,
         const int count = LORA ? __shfl_sync(0xFFFFFFFF, load_shared_u32(record + 8), 0) : 0;
         const int block = item / p.num_tiles, tile = item % p.num_tiles;
         const int expert = info >> 8, sixteens = ((info & 255) + 15) >> 4;
+#if FP8
+        me.record = record;
+        if (me.asked != item) ask_scales(p, me, expert, tile, 0);
+#endif
 #define CASE(n)                                                                        \
     case n:                                                                            \
         run_item<16 * n>(p, out_map, me, stage, block, tile, expert, count, turn);     \
@@ -252,5 +281,8 @@ DEVICE void multiply_all(const Arguments &p, const TensorMap *out_map, u32 base,
             CASES
         }
     }
+#if FP8
+    if (group == 0) turn_wait(0);  // takes the last turn that was given
+#endif
     if (thread == 0) stores_done();
 }

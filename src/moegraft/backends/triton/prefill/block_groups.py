@@ -8,7 +8,7 @@ as the ranks that are live.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from moegraft.backends.triton.prefill.config import (
 )
 from moegraft.backends.triton.prefill.route import Rows
 from moegraft.backends.triton.segment_factors import load_factor
+from moegraft.backends.triton.sync import launch_next, launch_wait
 from moegraft.factor_table import SiteTable
 from moegraft.factors import UNIT_BYTES
 
@@ -77,8 +78,11 @@ def block_groups_kernel(
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,  # a power of two, BLOCK_M at least
     SLOTS: tl.constexpr,  # a power of two: slots that a block can have
+    PDL: tl.constexpr,
 ):
     """See the top of the file."""
+    launch_next(PDL)
+    launch_wait(PDL)
     block = tl.program_id(0)
     info = tl.load(block_info_ptr + block)
     live_rows = info % 256
@@ -167,9 +171,10 @@ class BlockGroups:
 
 
 def run_block_groups(
-    table: SiteTable, slots: torch.Tensor, rows: Rows, top_k: int, block_m: int
-) -> BlockGroups:
-    """Find each block's segments and groups."""
+    table: SiteTable, slots: torch.Tensor, rows: Rows, top_k: int, block_m: int,
+    options: dict[str, Any] | None = None,
+) -> BlockGroups:  # fmt: skip
+    """Find each block's segments and groups; with the launch's options."""
     projections, device = table.records.shape[1], slots.device
     max_groups = most_groups(table, block_m)
     shape = (projections, rows.num_blocks, max_groups, WORDS)
@@ -190,6 +195,7 @@ def run_block_groups(
         max_groups, TOP_K=top_k, PROJECTIONS=projections, UNIT=found.unit, BLOCK_M=block_m,
         ROWS=triton.next_power_of_2(block_m),
         SLOTS=triton.next_power_of_2(min(table.num_slots, block_m)), num_warps=1,
+        **(options or {"PDL": False}),
     )  # fmt: skip
     return found
 

@@ -29,12 +29,16 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
     Args:
         call: the layer call.
         config: tiles.
-        other: of the decode kernels, for weights that no tensor map can read.
+        other: of the decode kernels, for weights that no tensor map can read, and quantised ones
+            beside an arena of another dtype.
 
     Returns:
         ``[T, H]`` in x's dtype.
     """
-    if not has_tensor_map(call.weights):
+    arena = None if call.table is None else call.table.arena.data
+    quantised = call.weights.scales is not None
+    other_dtype = arena is not None and arena.dtype != call.weights.dtype
+    if not has_tensor_map(call.weights) or (quantised and other_dtype):
         return run_layer(call, other)
     call = prepared(call)
     most = max_pairs(call.weights, call.table if call.lora else None)
@@ -46,31 +50,35 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
         return out
     top_k, hidden = call.topk_ids.shape[1], weights.hidden
     gemms: Any = portable
-    if config.hopper and (table is None or table.arena.data.dtype == weights.dtype):
-        from moegraft.backends.triton.prefill import hopper as gemms
+    tokens: Any = x
+    if config.hopper and not other_dtype:
+        from moegraft.backends.triton.prefill import hopper, hopper_fp8
 
-        x = gemms.aligned(x)
+        gemms = hopper_fp8 if quantised else hopper
+        x = hopper.aligned(x)
+        tokens = hopper_fp8.run_tokens(x, weights) if quantised else x
     elif config.hopper:
         config = PrefillConfig()
     # A table that only ever held empty slots has no ranks to make groups of.
     slots = call.slots if call.lora and table is not None and table.max_rank else None
+    options = config.launch_options()
     order = groups = s = None
     if slots is not None and table is not None:
-        order = token_order(slots, table.num_slots)
+        order = token_order(slots, table.num_slots, options)
     rows = run_route(
         call.topk_ids, order, weights.num_experts, config.block_m, call.expert_offset,
-        config.row_step,
+        config.row_step, options,
     )  # fmt: skip
     if slots is not None and table is not None:
-        groups = run_block_groups(table, slots.slots, rows, top_k, config.block_m)
-        s = gemms.run_shrink(x, groups, False, rows, top_k, config)
-    h = gemms.run_gate_up(x, weights, groups, s, rows, top_k, config)
+        groups = run_block_groups(table, slots.slots, rows, top_k, config.block_m, options)
+        s = gemms.run_shrink(tokens, groups, False, rows, top_k, config)
+    h = gemms.run_gate_up(tokens, weights, groups, s, rows, top_k, config)
     if groups is not None:
         s = gemms.run_shrink(h, groups, True, rows, top_k, config)
     y = gemms.run_down(h, call.topk_weights, weights, groups, s, rows, config)
     block = min(256, triton.next_power_of_2(hidden))
     listed(finalize_kernel)[(out.shape[0], triton.cdiv(hidden, block))](
         y, rows.pair_row, out, None, None, None, None, hidden, out.stride(0), call.scale,
-        DELTA=False, TOP_K=top_k, BLOCK_H=block, PDL=False, BY_ROW=True, num_warps=2,
+        DELTA=False, TOP_K=top_k, BLOCK_H=block, BY_ROW=True, num_warps=2, **options,
     )  # fmt: skip
     return out

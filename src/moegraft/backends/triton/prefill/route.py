@@ -12,12 +12,14 @@ order of their tokens' slots, the sort is stable, and so the rows of an expert a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from moegraft.backends.triton.listed import listed
+from moegraft.backends.triton.sync import launch_next, launch_wait
 
 #: Pairs of one program.
 CHUNK = 1024
@@ -55,8 +57,11 @@ def route_count_kernel(
     BINS: tl.constexpr,  # a power of two above NUM_EXPERTS
     CHUNK: tl.constexpr,
     HAS_ORDER: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """See the top of the file."""
+    launch_next(PDL)
+    launch_wait(PDL)
     chunk = tl.program_id(0)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     _, expert = _load_experts(
@@ -76,8 +81,11 @@ def route_scan_kernel(
     BINS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """See the top of the file."""
+    launch_next(PDL)
+    launch_wait(PDL)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     total = tl.zeros([BLOCK_E], tl.int32)
     for c0 in range(0, num_chunks, BLOCK_C):
@@ -111,8 +119,11 @@ def route_place_kernel(
     HAS_ORDER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROW_STEP: tl.constexpr,  # an expert's blocks have as many rows each, to a multiple of this
+    PDL: tl.constexpr,
 ):
     """See the top of the file."""
+    launch_next(PDL)
+    launch_wait(PDL)
     chunk = tl.program_id(0)
     e = tl.arange(0, BINS)
     totals = tl.where(e < NUM_EXPERTS, tl.load(totals_ptr + e), 0)
@@ -184,6 +195,7 @@ def run_route(
     block_m: int,
     expert_offset: int = 0,
     row_step: int | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Rows:
     """Sort the pairs by expert, in three launches.
 
@@ -195,6 +207,7 @@ def run_route(
         expert_offset: the first expert of this rank.
         row_step: share an expert's rows among its blocks, to a multiple of this; None = fill one
             block after the other.
+        options: of the launches, :meth:`.PrefillConfig.launch_options`.
     """
     pairs, device = topk_ids.numel(), topk_ids.device
     chunks, bins = triton.cdiv(pairs, CHUNK), triton.next_power_of_2(num_experts + 1)
@@ -213,17 +226,19 @@ def run_route(
         "TOP_K": topk_ids.shape[1], "NUM_EXPERTS": num_experts, "BINS": bins, "CHUNK": CHUNK,
         "HAS_ORDER": order is not None,
     }  # fmt: skip
+    options = options or {"PDL": False}
     places = topk_ids if order is None else order
     listed(route_count_kernel)[(chunks,)](
-        topk_ids, places, counts, starts, pairs, expert_offset, **constants, num_warps=4
-    )
+        topk_ids, places, counts, starts, pairs, expert_offset, **constants, num_warps=4,
+        **options,
+    )  # fmt: skip
     listed(route_scan_kernel)[(triton.cdiv(bins, 8),)](
         counts, totals, chunks, BINS=bins, BLOCK_C=32 if chunks <= 32 else 128,
-        BLOCK_E=8, num_warps=4,
+        BLOCK_E=8, num_warps=4, **options,
     )  # fmt: skip
     listed(route_place_kernel)[(chunks + BLOCK_PROGRAMS,)](
         topk_ids, places, counts, starts, totals, rows.row_pair, rows.pair_row, rows.block_info,
         pairs, expert_offset, chunks, blocks, **constants, BLOCK_M=block_m,
-        ROW_STEP=row_step or block_m, num_warps=4,
+        ROW_STEP=row_step or block_m, num_warps=4, **options,
     )  # fmt: skip
     return rows

@@ -6,11 +6,14 @@ nothing has to be handed from one launch to the next.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from moegraft.backends.triton.listed import listed
+from moegraft.backends.triton.sync import launch_next, launch_wait
 from moegraft.backends.triton.token_segments import is_capturing
 from moegraft.types import TokenSlots
 
@@ -35,8 +38,11 @@ def token_order_kernel(
     num_tokens,
     BINS: tl.constexpr,  # a power of two above the number of slots + 1
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """See the top of the file; stable: tokens of one slot keep their order."""
+    launch_next(PDL)
+    launch_wait(PDL)
     chunk = tl.program_id(0)
     place = tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
@@ -57,12 +63,15 @@ def token_order_kernel(
     tl.store(order_ptr + to, token, mask=token < num_tokens)
 
 
-def token_order(slots: TokenSlots, num_slots: int) -> torch.Tensor:
+def token_order(
+    slots: TokenSlots, num_slots: int, options: dict[str, Any] | None = None
+) -> torch.Tensor:
     """Return the tokens sorted by slot, int32 ``[T]``; made once per step.
 
     Args:
         slots: of the batch; slots of ``num_slots`` and above count as equal.
         num_slots: slots of the table.
+        options: of the launch, :meth:`.PrefillConfig.launch_options`.
     """
     key = ("token_order", num_slots, is_capturing(slots))
     found = slots.cache.get(key)
@@ -71,7 +80,7 @@ def token_order(slots: TokenSlots, num_slots: int) -> torch.Tensor:
         found = torch.empty(tokens, dtype=torch.int32, device=slots.slots.device)
         listed(token_order_kernel)[(triton.cdiv(tokens, CHUNK),)](
             slots.slots, found, tokens, BINS=max(triton.next_power_of_2(num_slots + 3), 16),
-            CHUNK=CHUNK, num_warps=4,
+            CHUNK=CHUNK, num_warps=4, **(options or {"PDL": False}),
         )  # fmt: skip
         slots.cache[key] = found
     assert isinstance(found, torch.Tensor)

@@ -81,6 +81,12 @@ def place(column):
 
 
 @triton.jit
+def place_in_eight(column):
+    """Return the same for ``widen`` of backends/cuda: a word's pairs 0 4, 1 5, 2 6, 3 7."""
+    return column // 8 * 8 + column % 4 * 2 + column % 8 // 4
+
+
+@triton.jit
 def widened(w, s, dtype, NV: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
     """Return words ``[BLOCK_N, WORDS]`` times the scales of their blocks: ``[BLOCK_N, 8 * WORDS]``.
 

@@ -2,8 +2,8 @@
 
 For W8A8 weights they are e4m3 with one fp32 scale per row and 128 columns, exactly as
 :func:`moegraft.quant.activations.rounded_activations` has them. For 4-bit weights they are as they
-are, but in the order that :mod:`.fp4_bits` brings those in. x gets its copy in route's launch, h
-where it is made.
+are, but in the order that :mod:`.fp4_bits` brings those in, or the kernels of backends/cuda. x gets
+its copy in route's launch, h where it is made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from moegraft.backends.triton.listed import listed
-from moegraft.backends.triton.weights.fp4_bits import COLUMNS, place
+from moegraft.backends.triton.weights.fp4_bits import COLUMNS, place, place_in_eight
 from moegraft.quant.formats import UNQUANTIZED, format_of
 
 #: Columns of one group, and of a program up to how many groups.
@@ -32,14 +32,22 @@ class BaseRows:
     Attributes:
         values: ``[rows, columns or more]``, e4m3; or in the activations' dtype, in another order.
         scales: fp32 ``[rows, ceil(columns / 128)]`` of e4m3 values; None = of another order.
+        eights: columns change places among 8, as ``fp4_decode`` of backends/cuda reads them; else
+            among 32.
     """
 
     values: torch.Tensor
     scales: torch.Tensor | None
+    eights: bool = False
 
 
 def make_base_rows(
-    weight_format: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+    weight_format: str,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    eights: bool = False,
 ) -> BaseRows | None:
     """Allocate the copy that a format's base product reads; None where it reads x or h itself."""
     if weight_format == UNQUANTIZED:
@@ -51,7 +59,7 @@ def make_base_rows(
         groups = triton.cdiv(columns, GROUP)
         return BaseRows(values, torch.empty(rows, groups, dtype=torch.float32, device=device))
     if found.element.per_item == 2:
-        return BaseRows(torch.empty(rows, width, dtype=dtype, device=device), None)
+        return BaseRows(torch.empty(rows, width, dtype=dtype, device=device), None, eights)
     return None
 
 
@@ -61,7 +69,7 @@ def copy_arguments(
     """Return what a launch passes to :func:`write_rows`, and the programs it takes; 0 for None."""
     if rows is None or source is None:
         names = ("source_ptr", "base_ptr", "base_scales_ptr", "source_columns", "source_stride")
-        return {**dict.fromkeys((*names, "base_stride")), "GROUPS": 0}, 0
+        return {**dict.fromkeys((*names, "base_stride")), "GROUPS": 0, "EIGHTS": False}, 0
     num_rows, columns = source.shape
     groups = min(triton.next_power_of_2(triton.cdiv(columns, GROUP)), MAX_GROUPS)
     return {
@@ -72,6 +80,7 @@ def copy_arguments(
         "source_stride": source.stride(0),
         "base_stride": rows.values.stride(0),
         "GROUPS": groups,
+        "EIGHTS": rows.eights,
     }, num_rows * triton.cdiv(columns, groups * GROUP)
 
 
@@ -93,7 +102,7 @@ def rounded(values):
 @triton.jit
 def write_rows(
     program, source_ptr, base_ptr, base_scales_ptr, source_columns, source_stride, base_stride,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, EIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Copy up to GROUPS groups of one row; see :func:`copy_arguments`."""
     across = tl.cdiv(source_columns, GROUPS * 128)
@@ -103,7 +112,8 @@ def write_rows(
     mask = columns < source_columns
     values = tl.load(source_ptr + row * source_stride + columns, mask=mask, other=0.0)
     if base_scales_ptr is None:
-        ptrs = base_ptr + row * base_stride + place(columns)
+        places = place_in_eight(columns) if EIGHTS else place(columns)
+        ptrs = base_ptr + row * base_stride + places
         tl.store(ptrs, values, mask=columns < base_stride)
     else:
         values, scales = rounded(values.to(tl.float32))
@@ -115,12 +125,12 @@ def write_rows(
 @triton.jit
 def base_rows_kernel(
     source_ptr, base_ptr, base_scales_ptr, source_columns, source_stride, base_stride,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, EIGHTS: tl.constexpr,
 ):  # fmt: skip
     """See :func:`run_base_rows`."""
     write_rows(
         tl.program_id(0), source_ptr, base_ptr, base_scales_ptr, source_columns, source_stride,
-        base_stride, GROUPS,
+        base_stride, GROUPS, EIGHTS,
     )  # fmt: skip
 
 

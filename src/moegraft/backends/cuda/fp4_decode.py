@@ -1,0 +1,111 @@
+"""``fp4_decode`` of ``source/fp4_decode.cu``: its specialisations and arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from moegraft.backends.cuda.moe_gemm import DTYPES, KINDS
+from moegraft.backends.cuda.products import base_options
+
+#: Rows of an expert's weights that one program multiplies.
+TILE_ROWS = 128
+#: Columns of one step of the K loop.
+STEP = 128
+
+
+@dataclass(frozen=True)
+class Fp4Spec:
+    """One specialisation; the macros of the source, in lower case.
+
+    Attributes:
+        block_m: rows of a block at most: 8, 16, 32 or 64.
+        size_k: columns of the weights, a multiple of 32.
+        stages: K steps in flight.
+        programs: how many should find room on one multiprocessor.
+        nv: NVFP4, else MXFP4.
+        down: x by pair, after it was made; multiplies by routing weights. Else x by token.
+        starts: rows of gate and of up in an expert's weights, ``step`` rows from one to the next.
+        global_index: of the whole scales of gate and up.
+        delta: dtype of the deltas that are added; None = none.
+        bias, weight: dtypes, None = none.
+        parts: groups of warps that share a program's K loop, with stages of their own.
+    """
+
+    name: ClassVar[str] = "fp4_decode"
+    block_m: int
+    size_k: int
+    stages: int
+    programs: int
+    nv: bool
+    down: bool
+    gated: bool
+    top_k: int
+    starts: tuple[int, int] = (0, 0)
+    step: int = 1
+    global_index: tuple[int, int] = (0, 0)
+    delta: torch.dtype | None = None
+    kind: str = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    up_shift: float = 0.0
+    bias: torch.dtype | None = None
+    weight: torch.dtype = torch.float32
+    parts: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program: four warps for each part."""
+        return 128 * self.parts
+
+    def options(self) -> list[str]:
+        """Return the compiler's options: no sum may be rounded otherwise in another kernel."""
+        macros: dict[str, object] = {
+            "SIZE_K": self.size_k, "PARTS": self.parts, "STAGES": self.stages,
+            "PROGRAMS": self.programs, "NV": int(self.nv), "DOWN": int(self.down),
+            "GATED": int(self.gated),
+            "LORA": int(self.delta is not None), "DELTA": DTYPES[self.delta] if self.delta else 0,
+            "TOP_K": self.top_k, "GATE_START": self.starts[0], "UP_START": self.starts[1],
+            "COLUMN_STEP": self.step, "GATE_GLOBAL": self.global_index[0],
+            "UP_GLOBAL": self.global_index[1], "KIND": KINDS[self.kind],
+            "ALPHA": _float(self.alpha), "HAS_LIMIT": int(self.limit is not None),
+            "LIMIT": _float(self.limit or 0.0), "UP_SHIFT": _float(self.up_shift),
+            "BIAS": DTYPES[self.bias] if self.bias else 0, "WEIGHT": DTYPES[self.weight],
+        }  # fmt: skip
+        return [*base_options(self.block_m, macros), "--fmad=false"]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the output that one program makes."""
+        return TILE_ROWS // 2 if self.gated else TILE_ROWS
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, as the source lays it out."""
+        across = self.size_k // (16 if self.nv else 32)
+        pitch = across if across % 16 else (across // 16 | 1) * 16
+        stage = TILE_ROWS * STEP // 2 + self.block_m * STEP * 2
+        return self.parts * self.stages * stage + TILE_ROWS * pitch + self.block_m * 8
+
+
+def _float(value: float) -> str:
+    return f"{float(value)!r}f"
+
+
+class Fp4Arguments(ctypes.Structure):
+    """The source's structure ``Arguments``."""
+
+    _fields_ = (
+        ("x", c_void_p), ("weight", c_void_p), ("scales", c_void_p), ("globals", c_void_p),
+        ("bias", c_void_p), ("topk_weights", c_void_p), ("row_pair", c_void_p),
+        ("block_info", c_void_p), ("slots", c_void_p), ("states", c_void_p), ("delta", c_void_p),
+        ("h_counter", c_void_p), ("h", c_void_p), ("out", c_void_p), ("x_stride", c_int64),
+        ("weight_stride_e", c_int64), ("scale_stride_e", c_int64), ("out_stride", c_int64),
+        ("global_stride", c_int), ("bias_stride", c_int),
+        ("size_n", c_int), ("num_tiles", c_int), ("num_pairs", c_int), ("h_tiles", c_int),
+        ("splits", c_int),
+    )  # fmt: skip
