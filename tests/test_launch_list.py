@@ -15,8 +15,10 @@ import torch
 
 from moegraft.backends import launch_list
 from moegraft.backends.cuda import driver
+from moegraft.backends.cuda.fp4_decode import Arguments as Fp4Arguments
 from moegraft.backends.cuda.group_shrink import ShrinkArguments
 from moegraft.backends.cuda.moe_gemm import Arguments as GemmArguments
+from moegraft.backends.cuda.moe_gemm import Fp8Arguments
 from moegraft.backends.launch_list import LaunchLists, Unlisted, Watch, refuse
 from moegraft.backends.triton.listed import listed
 
@@ -245,12 +247,23 @@ def test_pointers_of_a_cuda_kernels_structure_move_and_its_numbers_stay() -> Non
         driver.moving(p, watch)
 
 
-@pytest.mark.parametrize("arguments", [GemmArguments, ShrinkArguments])
+def test_pointers_of_a_structure_that_extends_another_move_too() -> None:
+    x = torch.ones(64)
+    watch = Watch([x])
+    p = Fp8Arguments(x=x.data_ptr(), x_scales=x[2:].data_ptr(), size_k=5, scale_rows=6)
+    copy = Fp8Arguments.from_buffer_copy(driver.moving(p, watch)([4096]))
+    assert (copy.x, copy.x_scales, copy.bias, copy.size_k, copy.scale_rows) == (
+        4096, 4104, None, 5, 6,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [GemmArguments, Fp8Arguments, Fp4Arguments, ShrinkArguments])
 def test_structures_of_cuda_kernels_have_whole_words(arguments: type[ctypes.Structure]) -> None:
     assert ctypes.sizeof(arguments) % 8 == 0
     assert all(
         getattr(arguments, field[0]).offset % 8 == 0
-        for field in arguments._fields_
+        for base in arguments.__mro__
+        for field in vars(base).get("_fields_", ())
         if field[1] is ctypes.c_void_p
     )
 

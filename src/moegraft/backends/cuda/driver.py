@@ -157,7 +157,9 @@ def moving(
         raise Unlisted(f"{type(argument).__name__} is not made of words of 8 bytes")
     kind = c_uint64 * (ctypes.sizeof(argument) // 8)
     words = tuple(kind.from_buffer_copy(argument))
-    pointers = [field[0] for field in argument._fields_ if field[1] is c_void_p]
+    # A structure that extends another one names its own fields alone.
+    fields = [f for base in type(argument).__mro__ for f in vars(base).get("_fields_", ())]
+    pointers = [field[0] for field in fields if field[1] is c_void_p]
     at = [getattr(type(argument), name).offset // 8 for name in pointers]
     places = [(i, *watch.place(words[i])) for i in at if words[i]]
 
