@@ -15,7 +15,7 @@ import torch
 
 from moegraft.backends import launch_list
 from moegraft.backends.cuda import driver
-from moegraft.backends.cuda.fp4_decode import Arguments as Fp4Arguments
+from moegraft.backends.cuda.fp4_decode import Fp4Arguments
 from moegraft.backends.cuda.group_shrink import ShrinkArguments
 from moegraft.backends.cuda.moe_gemm import Arguments as GemmArguments
 from moegraft.backends.cuda.moe_gemm import Fp8Arguments
