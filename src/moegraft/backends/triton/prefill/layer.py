@@ -14,6 +14,7 @@ import triton
 from moegraft.backends.triton.config import FusedConfig
 from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.fused import in_pieces, prepared, run_layer
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.prefill import portable
 from moegraft.backends.triton.prefill.block_groups import run_block_groups
 from moegraft.backends.triton.prefill.config import PrefillConfig, has_tensor_map, max_pairs
@@ -76,7 +77,7 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
         s = gemms.run_shrink(h, groups, True, rows, top_k, config)
     y = gemms.run_down(h, call.topk_weights, weights, groups, s, rows, config)
     block = min(256, triton.next_power_of_2(hidden))
-    finalize_kernel[(out.shape[0], triton.cdiv(hidden, block))](
+    listed(finalize_kernel)[(out.shape[0], triton.cdiv(hidden, block))](
         y, rows.pair_row, out, None, None, None, None, hidden, out.stride(0), call.scale,
         DELTA=False, TOP_K=top_k, BLOCK_H=block, BY_ROW=True, num_warps=2, **options,
     )  # fmt: skip
