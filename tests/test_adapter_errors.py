@@ -7,12 +7,14 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import tiny
 from moegraft.adapters import ReadOptions, make_source, read_adapter
+from moegraft.adapters.arrange import Places
 from moegraft.adapters.tensor_file import _CHUNK_BYTES, _Reader
 from moegraft.errors import AdapterError
 
@@ -238,6 +240,7 @@ def test_an_error_of_the_disk_is_an_adapter_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_bytes", [8, _CHUNK_BYTES + 1], ids=["alone", "by threads"])
 def test_an_error_of_the_disk_within_the_values_is_an_adapter_error(num_bytes: int) -> None:
     data = torch.empty(num_bytes, dtype=torch.uint8)
+    places = Places(*np.array([[0], [0], [num_bytes]]))
     refused = pytest.raises(AdapterError, match=r"^x can't be read: Input/output error\.$")
-    with UNREADABLE.open("rb") as file, _Reader(file, 0, data) as reader, refused:
+    with UNREADABLE.open("rb") as file, _Reader(file, 0, data, places) as reader, refused:
         reader.finish("x")

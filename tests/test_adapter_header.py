@@ -16,7 +16,8 @@ from safetensors.torch import load, save
 
 import tiny
 from moegraft.adapters.file_policy import DEFAULT_POLICY, FilePolicy
-from moegraft.adapters.header import Header, read_header
+from moegraft.adapters.header import read_header
+from moegraft.adapters.stored import Header
 from moegraft.errors import AdapterError
 
 NAME = "model.layers.0.self_attn.q_proj.lora_A.weight"

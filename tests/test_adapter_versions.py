@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import tiny
 from moegraft.adapters import read, read_adapter, tensor_file
 from moegraft.adapters.file_policy import FilePolicy
-from moegraft.adapters.header import Header
+from moegraft.adapters.stored import Header
 from moegraft.errors import AdapterError
 
 CASE = "peft/0.21.2/qwen3_moe/experts"

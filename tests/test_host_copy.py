@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from moegraft.host_copy import MAX_THREADS, copy_entries, in_threads, usable_cores
+from moegraft.host_copy import (
+    MAX_THREADS,
+    copy_entries,
+    in_threads,
+    transpose_entries,
+    usable_cores,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LARGE = 1 << 30
@@ -21,7 +27,7 @@ def values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("given", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("order", [None, [2, 0, 1], [4, 4]])
+@pytest.mark.parametrize("order", [None, [2, 0, 1], [4, 4], [4, 0, 3, 1, 2], [1, 2, 3, 4, 4]])
 def test_entries_are_copied_and_cast(
     dtype: torch.dtype, given: torch.dtype, transposed: bool, order: list[int] | None
 ) -> None:
@@ -104,3 +110,16 @@ def test_an_error_comes_out_when_all_threads_have_ended() -> None:
         with pytest.raises(RuntimeError, match="item 3"):
             in_threads(work, range(100), num_bytes)
         assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 7, 9), (1, 3, 4), (4, 0, 3), (0, 2, 3)])
+@pytest.mark.parametrize("room", [1, 2, 4, 5, 100])
+def test_entries_are_transposed_where_they_lie(
+    dtype: torch.dtype, shape: tuple[int, int, int], room: int
+) -> None:
+    n, rows, columns = shape
+    matrix = values(*shape, dtype=dtype)
+    wanted = matrix.transpose(1, 2).clone()
+    transpose_entries(matrix, torch.empty(room * rows * columns + 1, dtype=dtype))
+    assert torch.equal(matrix.view(n, columns, rows), wanted)

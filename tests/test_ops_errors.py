@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import pickle
 from typing import Any
 
 import pytest
@@ -233,3 +236,45 @@ def test_packing_refuses_what_does_not_fit() -> None:
         ops.pack_topk(IDS, IDS)
     with pytest.raises(MoegraftError, match="Packed topk_ids must be int32"):
         ops.unpack_topk(IDS.long())
+
+
+def test_a_table_that_fits_does_not_let_another_pass() -> None:
+    weights, slots = CASE.weights, CASE.slots()
+    right, other = CASE.table(), ops_case(intermediate=32).table()
+    for _ in range(2):
+        ops.moe_lora(CASE.x, IDS, WEIGHTS, weights, right, slots)
+        with pytest.raises(MoegraftError, match="factor table is for 5 experts"):
+            ops.moe_lora(CASE.x, IDS, WEIGHTS, weights, other, slots)
+
+
+def test_weights_keep_their_plans_for_each_backend_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = CASE.weights
+    ops.moe_lora(CASE.x, IDS, WEIGHTS, weights)
+    with pytest.raises(PlanError, match="abacus"):
+        ops.moe_lora(CASE.x, IDS, WEIGHTS, weights, backend="abacus")
+    monkeypatch.setenv("MOEGRAFT_BACKEND", "abacus")
+    with pytest.raises(PlanError, match="abacus"):
+        ops.moe_lora(CASE.x, IDS, WEIGHTS, weights)
+
+
+@pytest.mark.parametrize("window", [slice(0, 40), slice(39, 79), slice(40, 80)])
+def test_columns_of_one_tensor_may_be_written_beside_others_alone(window: slice) -> None:
+    whole = torch.zeros(CASE.x.shape[0], 80)
+    x, out = whole[:, :40].copy_(CASE.x), whole[:, window]
+    if window.start == 40:
+        expected = ops.moe_lora(CASE.x, IDS, WEIGHTS, CASE.weights)
+        assert torch.equal(ops.moe_lora(x, IDS, WEIGHTS, CASE.weights, out=out), expected)
+    else:
+        with pytest.raises(MoegraftError, match="out shares memory with x"):
+            ops.moe_lora(x, IDS, WEIGHTS, CASE.weights, out=out)
+
+
+def test_copies_of_weights_leave_behind_what_was_derived_from_them() -> None:
+    weights = CASE.weights
+    weights.cache["a kernel"] = ctypes.c_void_p(3)  # can't be copied
+    for copied in (copy.deepcopy(weights), copy.copy(weights), pickle.loads(pickle.dumps(weights))):
+        assert torch.equal(copied.down, weights.down)
+    assert "a kernel" not in copy.deepcopy(weights).cache
+    del weights.cache["a kernel"]

@@ -5,8 +5,9 @@ The records are described in :mod:`moegraft.factors`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -70,6 +71,13 @@ class SiteTable:
     def num_slots(self) -> int:
         """S."""
         return self.records.shape[0]
+
+    @cached_property
+    def kind(self) -> Hashable:
+        """Equal for tables of equal sizes: what kernels are launched for, but for the arena."""
+        found = self.expert_map
+        sizes = None if found is None else (tuple(found.shape), found.stride())
+        return tuple(self.records.shape), self.records.stride(), sizes, self.max_rank
 
     @property
     def ranks(self) -> torch.Tensor:

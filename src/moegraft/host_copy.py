@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -83,11 +83,46 @@ def copy_entries(
         return
     bits = _BITS[target.element_size()]
     to, given = target.view(bits).numpy(), source.detach().view(bits).numpy()
+    target_of = None if order is None else _inverse(order.numpy(), len(given))
     if order is None:
         np.copyto(to, given)
-        return
-    for i, place in enumerate(places):
-        to[i] = given[place]
+    elif target_of is not None:
+        to[target_of] = given
+    else:
+        for i, place in enumerate(places):
+            to[i] = given[place]
+
+
+def transpose_entries(matrix: torch.Tensor, staging: torch.Tensor) -> None:
+    """``matrix[i] = matrix[i].T`` where it lies, by this thread alone.
+
+    Args:
+        matrix: ``[n, rows, columns]`` on the CPU, contiguous, any float dtype. Each entry becomes
+            ``[columns, rows]`` in the same memory; the tensor itself keeps its shape.
+        staging: 1-D, the same dtype, at least as long as an entry; best if it stays in a cache.
+    """
+    bits = _BITS[matrix.element_size()]
+    values, buffer = matrix.detach().view(bits).numpy(), staging.view(bits).numpy()
+    n, rows, columns = values.shape
+    some = len(buffer) // max(1, rows * columns)
+    for i in range(0, n if values.size else 0, some):
+        part = values[i : i + some]
+        turned = buffer[: part.size]
+        np.copyto(turned.reshape(len(part), columns, rows), part.transpose(0, 2, 1))
+        np.copyto(part.reshape(-1), turned)
+
+
+def _inverse(order: Any, count: int) -> Any | None:
+    """Return the inverse of an order that has each of ``count`` entries once; None for others.
+
+    With it all entries are one copy. With one copy each, of some microseconds, several threads
+    would spend their time on handing Python's lock to each other.
+    """
+    if len(order) != count or (np.bincount(order, minlength=count) != 1).any():
+        return None
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(count)
+    return inverse
 
 
 def _cast(target: torch.Tensor, source: torch.Tensor, places: Iterable[int]) -> None:

@@ -192,15 +192,19 @@ def check_expert_offset(expert_offset: int) -> None:
 
 def check_table(table: SiteTable, weights: ExpertWeights) -> None:
     """Raise unless the table was made for experts of these sizes, on their device."""
+    if table.arena.data.device != weights.device:
+        raise MoegraftError(
+            f"The factor table is on {table.arena.data.device}, the weights on {weights.device}."
+        )
+    compiling, site = torch.compiler.is_compiling(), table.site
+    if not compiling and weights.cache.get("fits") is site:
+        return
     sizes = (weights.num_experts, weights.hidden, weights.intermediate, weights.layout)
-    site = table.site
     if (site.num_experts, site.projections) != (sizes[0], expert_site("", *sizes).projections):
         found = ", ".join(f"{p.name} {p.in_features}->{p.out_features}" for p in site.projections)
         raise MoegraftError(
             f"The factor table is for {site.num_experts} experts with {found}; the weights hold "
             f"{sizes[0]} experts with H={sizes[1]}, I={sizes[2]}, {sizes[3].gate_up_order}."
         )
-    if table.arena.data.device != weights.device:
-        raise MoegraftError(
-            f"The factor table is on {table.arena.data.device}, the weights on {weights.device}."
-        )
+    if not compiling:
+        weights.cache["fits"] = site

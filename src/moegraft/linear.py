@@ -65,19 +65,26 @@ class LinearLora:
 
     def check(self, out: torch.Tensor, x: torch.Tensor, slots: TokenSlots) -> None:
         """Raise :class:`MoegraftError` unless :meth:`add_to` can take these."""
+        self.check_sizes(out, x, slots)
+        self.table.check_live(slots)
+
+    def check_sizes(self, out: torch.Tensor, x: torch.Tensor, slots: TokenSlots) -> None:
+        """Raise :class:`MoegraftError` unless rows and widths agree."""
+        num_tokens, sizes = slots.num_tokens, self.table.site.projections[0]
+        if x.shape == (num_tokens, sizes.in_features) and out.shape == (
+            num_tokens,
+            sizes.out_features,
+        ):
+            return
         if not (out.shape[0] == x.shape[0] == slots.num_tokens):
             raise MoegraftError(
                 f"{self.table.site.name}: {x.shape[0]} input rows, {out.shape[0]} output rows and "
                 f"{slots.num_tokens} adapter slots must be equal."
             )
-        sizes = self.table.site.projections[0]
-        if (x.shape[1:], out.shape[1:]) != ((sizes.in_features,), (sizes.out_features,)):
-            raise MoegraftError(
-                f"{self.table.site.name}: x has shape {tuple(x.shape)} and out "
-                f"{tuple(out.shape)}; expected [T, {sizes.in_features}] and "
-                f"[T, {sizes.out_features}]."
-            )
-        self.table.check_live(slots)
+        raise MoegraftError(
+            f"{self.table.site.name}: x has shape {tuple(x.shape)} and out {tuple(out.shape)}; "
+            f"expected [T, {sizes.in_features}] and [T, {sizes.out_features}]."
+        )
 
 
 class LinearLoraGroup:
@@ -106,6 +113,9 @@ class LinearLoraGroup:
                 f"got {sorted(kinds)}."
             )
         self._tables = tuple(linear.table for linear in self.linears)
+        # Slots that one table can take, all of its size on its device can.
+        alike = {(table.num_slots, table.records.device): table for table in self._tables}
+        self._unlike = tuple(alike.values())
 
     def add_to(self, outs: Sequence[torch.Tensor], x: torch.Tensor, slots: TokenSlots) -> None:
         """Add each linear's delta to its out in place; rows of slot -1 keep their bits.
@@ -122,7 +132,9 @@ class LinearLoraGroup:
         if len(outs) != len(self.linears):
             raise MoegraftError(f"{len(self.linears)} linears got {len(outs)} outputs.")
         for linear, out in zip(self.linears, outs, strict=True):
-            linear.check(out, x, slots)
+            linear.check_sizes(out, x, slots)
+        for table in self._unlike:
+            table.check_live(slots)
         if slots.live:
             stages = self.linears[0].plan(x.shape[0]).stages
             stages.linear_lora_group(x, self._tables, slots, outs)

@@ -5,12 +5,7 @@ The records that point into it are described in :mod:`moegraft.factors`.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import groupby, pairwise
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 
@@ -31,68 +26,10 @@ from moegraft.factors import (
     align,
     empty_row,
 )
-from moegraft.host_copy import copy_entries, in_threads
+from moegraft.pack_in_place import own_spans, reorder
+from moegraft.pack_plan import PackPlan, Piece
 from moegraft.sites import Site
 from moegraft.types import LoraFactor, SiteFactors
-
-
-class Piece(NamedTuple):
-    """One factor and its place.
-
-    Attributes:
-        site: name of its site.
-        offset: elements from the start of the data.
-        matrix: ``[entries, R, in]`` of an A, ``[entries, out, R]`` of a B.
-        is_b: True for a B, which is stored rank-major, ``[entries, R, out]``.
-        row_stride: elements between two rank rows in the data.
-        order: int64 ``[entries]``, the entry of ``matrix`` that comes to each place; None = as
-            they are.
-    """
-
-    site: str
-    offset: int
-    matrix: torch.Tensor
-    is_b: bool
-    row_stride: int
-    order: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class PackPlan:
-    """Where an adapter's factors go.
-
-    Attributes:
-        pieces: the factors, site by site; together they cover the data.
-        spans: site name -> (begin, end) of its pieces in the data.
-        row: the table row that points into it.
-        max_rank: the largest rank of any projection.
-    """
-
-    pieces: Sequence[Piece]
-    spans: Mapping[str, tuple[int, int]]
-    row: torch.Tensor
-    max_rank: int
-
-    @property
-    def elements(self) -> int:
-        """The length of the data."""
-        return max((end for _, end in self.spans.values()), default=0)
-
-    def fill(self, data: torch.Tensor) -> None:
-        """Copy all factors into ``data`` ``[elements]``, cast to its dtype.
-
-        On a GPU the copies are queued on the current stream; factors there must be in order with
-        it.
-        """
-        if data.is_cpu and all(piece.matrix.is_cpu for piece in self.pieces):
-            in_threads(partial(_place, data=data), self.pieces, data.nbytes)
-            return
-        for piece in self.pieces:
-            _place(piece, data)
-
-    def packed(self, data: torch.Tensor) -> PackedAdapter:
-        """Return the adapter whose factors :meth:`fill` put into ``data``."""
-        return PackedAdapter(data, self.row, self.max_rank, self.spans)
 
 
 def packed_bytes(
@@ -138,58 +75,6 @@ def places_of(factors: Mapping[str, SiteFactors]) -> set[str]:
     """Return the kinds of devices that factors are on: ``cpu``, ``cuda``."""
     found = [f for site in factors.values() for f in site.projections.values()]
     return {tensor.device.type for f in found for tensor in (f.lora_A, f.lora_B)}
-
-
-def own_spans(plan: PackPlan, memory: torch.Tensor, dtype: torch.dtype) -> dict[str, int] | None:
-    """Return where in ``memory`` each site's factors begin; None unless they fill it.
-
-    That is so when all factors are views of it in ``dtype``, those of one site lie in one span of
-    exactly the length that they have packed, and the spans of all sites are all of the memory.
-    """
-    storage = memory.untyped_storage().data_ptr()
-    begins: dict[str, int] = {}
-    spans: list[tuple[int, int]] = []
-    for site, pieces in groupby(plan.pieces, key=lambda piece: piece.site):
-        matrices = [piece.matrix for piece in pieces]
-        if any(m.dtype != dtype or m.untyped_storage().data_ptr() != storage for m in matrices):
-            return None
-        begin = min(int(matrix.storage_offset()) for matrix in matrices)
-        end = max(int(matrix.storage_offset()) + _extent(matrix) for matrix in matrices)
-        packed_begin, packed_end = plan.spans[site]
-        if end - begin != packed_end - packed_begin or begin * dtype.itemsize % UNIT_BYTES:
-            return None
-        begins[site] = begin
-        spans.append((begin, end))
-    spans.sort()
-    if any(end > begin for (_, end), (begin, _) in pairwise(spans)):
-        return None
-    total = sum(end - begin for begin, end in spans)
-    return begins if total * dtype.itemsize == memory.numel() else None
-
-
-def _extent(matrix: torch.Tensor) -> int:
-    """Return the elements from a tensor's first to behind its last one in memory."""
-    return 1 + sum((n - 1) * step for n, step in zip(matrix.shape, matrix.stride(), strict=True))
-
-
-def reorder(plan: PackPlan, data: torch.Tensor) -> torch.Tensor:
-    """Put factors that fill ``data`` in the order of the plan, one site at a time."""
-
-    longest = max(end - begin for begin, end in plan.spans.values())
-    own = threading.local()  # new memory for each site would cost more than to order it
-
-    def put_in_order(site: tuple[str, list[Piece]]) -> None:
-        begin, end = plan.spans[site[0]]
-        if not hasattr(own, "staging"):
-            own.staging = torch.empty(longest, dtype=data.dtype)
-        staging = own.staging[: end - begin]
-        for piece in site[1]:
-            _place(piece._replace(offset=piece.offset - begin), staging)
-        copy_entries(data[begin:end].view(1, 1, -1), staging.view(1, 1, -1))
-
-    by_site = groupby(plan.pieces, key=lambda piece: piece.site)
-    in_threads(put_in_order, [(name, list(pieces)) for name, pieces in by_site], data.nbytes)
-    return data
 
 
 def plan_adapter(
@@ -270,19 +155,3 @@ def _in_expert_order(site: Site, factors: SiteFactors) -> tuple[torch.Tensor, to
     stored = given.clone()
     stored[live] = count.int()
     return stored, None if entries == 1 or torch.equal(order, count) else order
-
-
-def _place(piece: Piece, data: torch.Tensor) -> None:
-    """Copy one factor to its place."""
-    matrix, order = piece.matrix, piece.order
-    entries, rank, width = matrix.transpose(1, 2).shape if piece.is_b else matrix.shape
-    end = piece.offset + entries * rank * piece.row_stride
-    rows = data[piece.offset : end].view(entries, rank, piece.row_stride)
-    if width < piece.row_stride:
-        rows[:, :, width:].zero_()
-    rows = rows[:, :, :width]
-    source = matrix.transpose(1, 2) if piece.is_b else matrix
-    if data.is_cpu and matrix.is_cpu:
-        copy_entries(rows, source, order)
-        return
-    rows.copy_(source if order is None else source.index_select(0, order.to(matrix.device)))

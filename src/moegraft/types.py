@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
+from moegraft.derived import Derived
 from moegraft.errors import MoegraftError
 from moegraft.type_checks import check_choice, check_expert_tensors, slot_numbers
 from moegraft.weight_scales import WeightScales
@@ -123,6 +124,11 @@ class ExpertWeights:
 
     def __post_init__(self) -> None:
         check_expert_tensors(self)
+
+    @cached_property
+    def cache(self) -> Derived:
+        """What others derived from these weights' facts, each under its own name."""
+        return Derived()
 
     @property
     def gate_up_oi(self) -> torch.Tensor:

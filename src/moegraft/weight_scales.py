@@ -32,6 +32,11 @@ class WeightScales:
     down_global: torch.Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The four tensors, None for those that the format lacks."""
+        return self.gate_up, self.down, self.gate_up_global, self.down_global
+
     def to(self, device: torch.device | str) -> WeightScales:
         """Return them on a device; the tensors themselves where they are there."""
         whole = (self.gate_up_global, self.down_global)

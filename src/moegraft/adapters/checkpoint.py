@@ -27,7 +27,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 class CheckpointTensor:
     """Where one tensor of a checkpoint lies in its file.
 
-    Unlike a :class:`moegraft.adapters.header.StoredTensor` it may have any dtype: most tensors are
+    Unlike a :class:`moegraft.adapters.stored.StoredTensor` it may have any dtype: most tensors are
     only copied with the file.
 
     Attributes:

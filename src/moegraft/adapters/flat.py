@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from moegraft.adapters.header import LARGEST, MAX_DIMS
+from moegraft.adapters.header import MAX_DIMS
+from moegraft.adapters.stored import LARGEST
 from moegraft.errors import AdapterError, shown
 
 _DTYPES = {

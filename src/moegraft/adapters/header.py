@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 
 from moegraft.adapters.file_policy import FilePolicy
+from moegraft.adapters.stored import LARGEST, Header, TensorKind, sizes_of
 from moegraft.adapters.strict_json import count_marks, parse_json
 from moegraft.errors import AdapterError, shown
 
@@ -24,71 +23,15 @@ _ENTRY = re.compile(
     rb'"([^"\\\x00-\x1f]+)":{"dtype":"(\w{1,16}","shape":\[(?:\d{1,18}(?:,\d{1,18})*)?)\],'
     rb'"data_offsets":\[((?:0|[1-9]\d{0,17}),(?:0|[1-9]\d{0,17}))\]},'
 )
-#: What lies between dtype and sizes of an entry, and what it has besides the three groups.
+#: What lies between dtype and sizes of an entry.
 _SHAPE = b'","shape":['
-_MARKS = len('"":{"dtype":"],"data_offsets":[]},')
 _METADATA = re.compile(rb'{"__metadata__":({"[\w.-]+":"[\w.-]*"}),')
 #: Dimensions of a tensor; factors have two or three.
 MAX_DIMS = 8
 #: Names are shown in messages and split at dots; the longest real ones have about 150 characters.
 _MAX_NAME = 1000
-#: torch counts elements and bytes in signed 64 bits.
-LARGEST = 1 << 62
 #: Values of the header (numbers, names, lists) per tensor that it may hold.
 _VALUES_PER_TENSOR = 12
-
-
-class StoredTensor(NamedTuple):
-    """One tensor of a file: its dtype, shape and bytes ``begin <= at < end`` of the data."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-class TensorKind(NamedTuple):
-    """What many tensors have in common."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a safetensors file says of itself, in columns: it may have tens of thousands of tensors.
-
-    Attributes:
-        names: of its tensors, none twice, in the order of the header; together they cover the data
-            without holes or overlaps.
-        kinds: of each; the same object for all tensors of one kind.
-        begins: int64 array, the first byte of each in the data.
-        metadata: its free text.
-        data_begin: byte of the file that the data begin at.
-        data_bytes: length of the data, to the end of the file.
-    """
-
-    names: Sequence[str]
-    kinds: Sequence[TensorKind]
-    begins: Any
-    metadata: Mapping[str, str]
-    data_begin: int
-    data_bytes: int
-
-    @cached_property
-    def aligned(self) -> bool:
-        """True when every tensor begins at a multiple of its dtype's size."""
-        sizes = np.array([kind.dtype.itemsize for kind in self.kinds], dtype=np.int64)
-        return not (self.begins % sizes).any()
-
-    @cached_property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """Name -> where it is, in the order of the header."""
-        return {
-            name: StoredTensor(kind.dtype, kind.shape, begin, begin + kind.num_bytes)
-            for name, kind, begin in zip(self.names, self.kinds, self.begins.tolist(), strict=True)
-        }
 
 
 class _Columns(NamedTuple):
@@ -147,12 +90,12 @@ def read_header(file: BinaryIO, file_bytes: int, origin: str, policy: FilePolicy
             f"{origin} holds {len(columns.names):,} tensors, over the limit of "
             f"{policy.max_tensors:,} (FilePolicy.max_tensors)."
         )
-    kinds = _checked(columns, origin)
+    kinds, kind_of = _checked(columns, origin)
     data_bytes = file_bytes - 8 - length
     problem = _cover(columns, data_bytes)
     if problem:
         raise bad(problem)
-    return Header(columns.names, kinds, columns.begins, metadata, 8 + length, data_bytes)
+    return Header(columns.names, kinds, kind_of, columns.begins, metadata, 8 + length, data_bytes)
 
 
 def check_tensor_name(name: object, origin: str) -> None:
@@ -185,16 +128,15 @@ def _plain(raw: bytes) -> tuple[_Columns, dict[str, str]] | None:
     if not text.endswith(b"}"):
         return None
     text = text[:-1] + b","
-    found = _ENTRY.findall(text)
-    columns = list(zip(*found, strict=True)) or [()] * _ENTRY.groups
-    if sum(len(b"".join(column)) for column in columns) + len(found) * _MARKS != len(text):
+    parts = _ENTRY.split(text)
+    if any(parts[:: _ENTRY.groups + 1]):
         return None  # the entries leave something over
-    names, kinds, spans = columns
+    names, kinds, spans = (parts[i :: _ENTRY.groups + 1] for i in (1, 2, 3))
     try:
         decoded = b"\n".join(names).decode().split("\n") if names else []
     except UnicodeDecodeError:
         return None
-    if len(set(decoded)) != len(found):
+    if len(set(decoded)) != len(names):
         return None
     offsets = np.fromstring(b",".join(spans), dtype=np.int64, sep=",")
     return _Columns(decoded, kinds, offsets[0::2], offsets[1::2]), metadata
@@ -228,28 +170,29 @@ def _any(raw: bytes, origin: str, max_values: int) -> tuple[_Columns, dict[str, 
     return _Columns(list(found), kinds, begins, ends), metadata
 
 
-def _checked(columns: _Columns, origin: str) -> list[TensorKind]:
-    """Check every entry; what many have in common (dtype and shape) is checked once."""
+def _checked(columns: _Columns, origin: str) -> tuple[list[TensorKind], Any]:
+    """Check every entry; what many have in common (dtype and shape) is checked once.
+
+    Returns:
+        The kinds, and the number of each tensor's.
+    """
     names = columns.names
     if max(map(len, names), default=0) > _MAX_NAME or not "".join(names).isprintable():
         for name in names:
             check_tensor_name(name, origin)
-    known: dict[bytes, TensorKind] = {}
-    for name, kind in zip(names, columns.kinds, strict=True):
-        if kind not in known:
-            known[kind] = _kind(name, kind, origin)
-    kinds = [known[kind] for kind in columns.kinds]
-    # No span is that long; where sizes are 0 others may be, and no int64 holds them.
-    sizes = np.array([min(kind.num_bytes, LARGEST) for kind in kinds], dtype=np.int64)
-    wrong = np.flatnonzero(columns.ends - columns.begins != sizes)
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(columns.kinds))}
+    kind_of = np.fromiter(map(numbers.__getitem__, columns.kinds), np.int64, len(names))
+    firsts = np.flatnonzero(np.diff(np.maximum.accumulate(kind_of), prepend=-1)).tolist()
+    kinds = [_kind(names[i], columns.kinds[i], origin) for i in firsts]
+    wrong = np.flatnonzero(columns.ends - columns.begins != sizes_of(kinds)[kind_of])
     if len(wrong):
         first = int(wrong[0])
-        dtype, shape, num_bytes = kinds[first]
+        dtype, shape, num_bytes = kinds[kind_of[first]]
         raise AdapterError(
             f"{origin}: {names[first]} is {dtype} {shape}, so {num_bytes:,} bytes, but has bytes "
             f"{columns.begins[first]:,} to {columns.ends[first]:,}."
         )
-    return kinds
+    return kinds, kind_of
 
 
 def _kind(name: str, written: bytes, origin: str) -> TensorKind:

@@ -17,8 +17,15 @@ _LEAVES: dict[str, Leaf] = {
     "lora_embedding_B": "embedding",
     "trainable_tokens_delta": "embedding",
 }
-
-
+#: Names of an expert's projections in files: those of most models, and Mixtral's.
+EXPERT_NAMES = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
 #: How nearly all names end, each 14 characters long; then no leaf may come before that.
 _USUAL_ENDS = (".lora_A.weight", ".lora_B.weight")
 _ANY_LEAF = ("lora_", "trainable_tokens_delta")

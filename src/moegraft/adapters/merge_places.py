@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from moegraft.adapters.checkpoint import CheckpointTensor
-from moegraft.adapters.layouts.base import EXPERT_NAMES
+from moegraft.adapters.keys import EXPERT_NAMES
 from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import AdapterError, shorten
 from moegraft.sites import LINEAR_PROJECTION, Site, vector_name

@@ -13,14 +13,18 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import torch
 
+from moegraft.adapters.arrange import Places, arranged
 from moegraft.adapters.file_policy import FilePolicy
-from moegraft.adapters.header import Header, TensorKind, read_header
+from moegraft.adapters.header import read_header
 from moegraft.adapters.safe_open import open_regular, path_text, readable
+from moegraft.adapters.stored import Header, TensorKind
 from moegraft.errors import AdapterError
 from moegraft.host_copy import MAX_THREADS, usable_cores
 
 #: What one thread reads at a time.
 _CHUNK_BYTES = 64 << 20
+#: Places that one call reads to; Linux and others take no more.
+_MAX_PARTS = 1024
 #: Tensors of each kind, on average, from which on they are viewed kind by kind.
 _MANY = 16
 
@@ -29,7 +33,8 @@ class TensorFile(NamedTuple):
     """A safetensors file as read.
 
     Attributes:
-        tensors: name -> tensor, in the order of the header; views of one buffer.
+        tensors: name -> tensor, in the order of the header; views of one buffer, where those of
+            experts may lie in the order of :func:`moegraft.adapters.arrange.arranged`.
         runs: 1-D views of that buffer, one per dtype or more, that hold all their values.
         memory: the buffer, uint8.
     """
@@ -62,10 +67,14 @@ def reading(path: Path, policy: FilePolicy, pin_memory: bool = False) -> Iterato
         with readable(origin):
             header = read_header(file, num_bytes, origin, policy)
         data = _memory(header, origin, pin_memory)
-        with _Reader(file, header.data_begin, data) as reader:
+        begins = header.begins
+        if header.aligned and _by_threads(header.data_bytes):
+            begins = arranged(header)
+        places = Places(header.begins, begins, header.sizes)
+        with _Reader(file, header.data_begin, data, places) as reader:
             if not header.aligned:  # those tensors are copies of what was read
                 reader.finish(origin)
-            yield TensorFile(_views(data, header), tuple(_runs(data, header)), data)
+            yield TensorFile(_views(data, header, begins), tuple(_runs(data, header)), data)
             reader.finish(origin)
 
 
@@ -80,23 +89,35 @@ def _memory(header: Header, origin: str, pin_memory: bool) -> torch.Tensor:
         ) from error
 
 
+def _by_threads(num_bytes: int) -> bool:
+    """Whether data of that length are read in chunks."""
+    return num_bytes > _CHUNK_BYTES and hasattr(os, "preadv")
+
+
 class _Reader:
     """Reads a file's data, in chunks by several threads where it is large.
 
     Most of the time goes into the first touch of new pages. The end of the block waits for all
     threads, whatever ends it.
+
+    Args:
+        file, begin: the file, and the first byte of its data.
+        data: uint8, where they go.
+        places: where in ``data`` which of them go; those that :func:`_by_threads` reads at once
+            have one place.
     """
 
-    def __init__(self, file: BinaryIO, begin: int, data: torch.Tensor) -> None:
+    def __init__(self, file: BinaryIO, begin: int, data: torch.Tensor, places: Places) -> None:
         self._file = file
         self._begin = begin
+        self._places = places
         self._view = data.numpy().data
         self._finished = False
         self._pool = ThreadPoolExecutor(
             min(MAX_THREADS, usable_cores()), thread_name_prefix="moegraft-read"
         )
         starts = range(0, len(self._view), _CHUNK_BYTES)
-        self._alone = len(starts) < 2 or not hasattr(os, "preadv")
+        self._alone = not _by_threads(len(self._view))
         self._parts = [] if self._alone else [self._pool.submit(self._read, s) for s in starts]
 
     def __enter__(self) -> _Reader:
@@ -123,23 +144,34 @@ class _Reader:
             )
 
     def _read(self, start: int) -> int:
-        part, done = self._view[start : start + _CHUNK_BYTES], 0
-        while done < len(part):
-            count = os.preadv(self._file.fileno(), [part[done:]], self._begin + start + done)
+        end = min(start + _CHUNK_BYTES, len(self._view))
+        parts, done = self._places.parts(self._view, start, end), 0
+        while parts:
+            at = self._begin + start + done
+            count = os.preadv(self._file.fileno(), parts[:_MAX_PARTS], at)
             if not count:
                 break
             done += count
+            parts = _behind(parts, count)
         return done
 
 
-def _views(data: torch.Tensor, header: Header) -> dict[str, torch.Tensor]:
-    """Return all tensors: views, or copies where the bytes are not aligned to the dtype."""
-    kinds = list({id(kind): kind for kind in header.kinds}.values())
-    if not header.aligned or len(kinds) * _MANY > len(header.names):
-        each = zip(header.kinds, header.begins.tolist(), strict=True)
+def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of buffers when the first ``count`` bytes are filled."""
+    for i, part in enumerate(parts):
+        if count < len(part):
+            return [part[count:], *parts[i + 1 :]]
+        count -= len(part)
+    return []
+
+
+def _views(data: torch.Tensor, header: Header, begins: Any) -> dict[str, torch.Tensor]:
+    """Return all tensors, which begin at ``begins``; copies where they are not aligned."""
+    if not header.aligned or len(header.kinds) * _MANY > len(header.names):
+        each = zip(header.kind_of_each, begins.tolist(), strict=True)
         views: Sequence[torch.Tensor] = [_view(data, kind, begin) for kind, begin in each]
     else:
-        views = _views_by_kind(data, header, kinds)
+        views = _views_by_kind(data, header, begins)
     return dict(zip(header.names, views, strict=True))
 
 
@@ -148,24 +180,20 @@ def _view(data: torch.Tensor, kind: TensorKind, begin: int) -> torch.Tensor:
     return (part.clone() if begin % kind.dtype.itemsize else part).view(kind.dtype).view(kind.shape)
 
 
-def _views_by_kind(
-    data: torch.Tensor, header: Header, kinds: Sequence[TensorKind]
-) -> list[torch.Tensor]:
+def _views_by_kind(data: torch.Tensor, header: Header, begins: Any) -> list[torch.Tensor]:
     """Return views of few kinds, all aligned: a large adapter has tens of thousands of tensors.
 
-    Those of single experts lie one expert behind the other. Gate and up are of one kind and take
-    turns, so every second one is equally far away: then torch makes all of them in one call.
+    Of those at equal distances, as single experts are, torch makes all in one call.
     """
-    number = {id(kind): i for i, kind in enumerate(kinds)}
-    of_tensor = np.array([number[id(kind)] for kind in header.kinds])
-    by_kind = np.split(np.argsort(of_tensor, kind="stable"), np.cumsum(np.bincount(of_tensor))[:-1])
-    views = [data] * len(of_tensor)
-    for (dtype, shape, _), numbers in zip(kinds, by_kind, strict=True):
+    ends = np.cumsum(np.bincount(header.kind_of, minlength=len(header.kinds)))
+    by_kind = np.split(np.argsort(header.kind_of, kind="stable"), ends[:-1])
+    views = [data] * len(begins)
+    for (dtype, shape, _), numbers in zip(header.kinds, by_kind, strict=True):
         size = dtype.itemsize
         whole = data[: len(data) // size * size].view(dtype)
         strides = torch.empty(shape, device="meta").stride()
-        for some in _at_equal_steps(numbers, header.begins):
-            places = (header.begins[some] // size).tolist()
+        for some in _at_equal_steps(numbers, begins):
+            places = (begins[some] // size).tolist()
             if len(places) > 1 and places[1] > places[0]:
                 step = places[1] - places[0]
                 stacked = whole.as_strided((len(places), *shape), (step, *strides), places[0])
@@ -178,20 +206,26 @@ def _views_by_kind(
 
 
 def _at_equal_steps(numbers: Any, begins: Any) -> list[Any]:
-    """Cut tensors of a kind into one or two rows of those at equal distances, or leave them."""
+    """Cut tensors of a kind into rows of those at equal distances, of one tensor at least.
+
+    In a file gate and up are of one kind and take turns, so every second one is equally far away.
+    In memory those of each projection are behind each other.
+    """
     for turns in (1, 2):
         rows = [numbers[i::turns] for i in range(turns)]
         steps = [np.diff(begins[row]) for row in rows]
         if all(len(s) and s[0] > 0 and (s == s[0]).all() for s in steps):
             return rows
-    return [numbers[i : i + 1] for i in range(len(numbers))]
+    numbers = numbers[np.argsort(begins[numbers], kind="stable")]
+    apart = np.diff(begins[numbers])
+    shortest = max(int(apart.min()), 1) if len(apart) else 1
+    return list(np.split(numbers, np.flatnonzero(apart != shortest) + 1))
 
 
 def _runs(data: torch.Tensor, header: Header) -> Iterator[torch.Tensor]:
     """View the data as it is, one run per dtype in turn; a run that is not aligned as a copy."""
-    kinds = {id(kind): kind for kind in header.kinds}.values()
-    if len({kind.dtype for kind in kinds}) == 1:
-        yield data.view(next(iter(kinds)).dtype)
+    if len({kind.dtype for kind in header.kinds}) == 1:
+        yield data.view(header.kinds[0].dtype)
         return
     stored = sorted(header.tensors.values(), key=lambda t: (t.begin, t.end))
     for dtype, group in groupby(stored, key=lambda t: t.dtype):

@@ -29,7 +29,8 @@ from moegraft.adapters.report import BindReport
 from moegraft.errors import AdapterError
 from moegraft.factors import UNIT_BYTES, TableLayout
 from moegraft.host_copy import copy_entries, in_threads
-from moegraft.packing import PackPlan, Piece, plan_adapter
+from moegraft.pack_plan import PackPlan, Piece
+from moegraft.packing import plan_adapter
 
 if TYPE_CHECKING:
     from moegraft.adapters.update_copies import UpdateCopies

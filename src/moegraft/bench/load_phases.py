@@ -19,7 +19,8 @@ from moegraft.bench import records
 from moegraft.bench.load import LoadBench
 from moegraft.factors import PackedAdapter
 from moegraft.gc_pause import gc_paused
-from moegraft.packing import own_spans, pack_adapter, plan_adapter
+from moegraft.pack_in_place import own_spans
+from moegraft.packing import pack_adapter, plan_adapter
 
 T = TypeVar("T")
 

@@ -170,8 +170,13 @@ def check_written(tensor: torch.Tensor, name: str, read: Mapping[str, torch.Tens
         )
     if torch.compiler.is_compiling():
         return
+    start, end = _bytes(tensor)
     for other_name, other in read.items():
-        if other is not None and _overlap(tensor, other):
+        if other is None:
+            continue
+        other_start, other_end = _bytes(other)
+        # Most lie apart, which is soon seen.
+        if start < other_end and other_start < end and _overlap(tensor, other):
             raise MoegraftError(
                 f"{name} shares memory with {other_name}, which is read while it is written; give "
                 "it memory of its own."
@@ -179,12 +184,10 @@ def check_written(tensor: torch.Tensor, name: str, read: Mapping[str, torch.Tens
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True unless two tensors are known to share no element."""
+    """True unless two tensors whose bytes overlap are known to share no element."""
     if a.device != b.device or not a.numel() or not b.numel():
         return False
-    (a_start, a_end), (b_start, b_end) = _bytes(a), _bytes(b)
-    if a_end <= b_start or b_end <= a_start:
-        return False
+    a_start, b_start = a.data_ptr(), b.data_ptr()
     if a.dim() != 2 or b.dim() != 2:
         return True
     # Two windows of columns of one matrix.
@@ -197,7 +200,10 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte and the one behind the last."""
+    """Return the first byte and the one behind the last; anything for no elements."""
+    if tensor.is_contiguous():
+        start = tensor.data_ptr()
+        return start, start + tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
     start = tensor.data_ptr()

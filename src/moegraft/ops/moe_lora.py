@@ -10,8 +10,7 @@ from moegraft.errors import MoegraftError, UnsupportedError
 from moegraft.factor_table import SiteTable
 from moegraft.layer import check_call, check_expert_offset, check_table, run_plan
 from moegraft.ops.arguments import check_tensor, check_written
-from moegraft.ops.operators import cached_plan, moe_lora_op
-from moegraft.problem import Problem
+from moegraft.ops.operators import moe_lora_op, plan_of_call
 from moegraft.types import ExpertWeights, TokenSlots
 
 
@@ -70,8 +69,7 @@ def moe_lora(
         )  # fmt: skip
     check_activation(experts.activation)
     max_rank = 0 if factors is None else factors.max_rank
-    problem = Problem.of(experts, topk_ids.shape[0], topk_ids.shape[1], max_rank)
-    plan = cached_plan(problem, backend, mode)
+    plan = plan_of_call(experts, topk_ids.shape[0], topk_ids.shape[1], max_rank, backend, mode)
     call = LayerCall(
         x, topk_ids, topk_weights, experts, factors, slots, expert_offset, routed_scaling_factor,
         out,

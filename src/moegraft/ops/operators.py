@@ -7,7 +7,7 @@ the functions around them do that. ``backend`` is a name, or ``""`` for the plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import cast
@@ -17,7 +17,7 @@ import torch
 from moegraft.call import LayerCall, Mode
 from moegraft.env import forced_backend
 from moegraft.factor_table import Arena, SiteTable
-from moegraft.layer import run_plan
+from moegraft.layer import MAX_PLANS, run_plan
 from moegraft.ops import sums
 from moegraft.plan import Plan, make_plan
 from moegraft.problem import Problem
@@ -46,6 +46,26 @@ _EVENTS = "int lora_ready, int gemm2_done, bool pdl, str backend, "
 def cached_plan(problem: Problem, backend: str | None, mode: Mode | None = None) -> Plan:
     """Return the plan for a problem; plans are made once for each setting of MOEGRAFT_BACKEND."""
     return _plan(problem, backend or forced_backend(), mode)
+
+
+def plan_of_call(
+    weights: ExpertWeights,
+    num_tokens: int,
+    top_k: int,
+    max_rank: int,
+    backend: str | None,
+    mode: Mode | None,
+) -> Plan:
+    """Return :func:`cached_plan` of a call; weights keep theirs, so none is described again."""
+    plans: dict[Hashable, Plan] = weights.cache.setdefault("plans", {})
+    key = (num_tokens, top_k, max_rank, backend or forced_backend(), mode)
+    found = plans.get(key)
+    if found is None:
+        if len(plans) >= MAX_PLANS:
+            plans.clear()
+        problem = Problem.of(weights, num_tokens, top_k, max_rank)
+        found = plans[key] = cached_plan(problem, backend, mode)
+    return found
 
 
 @lru_cache(maxsize=512)

@@ -15,16 +15,6 @@ from moegraft.adapters.spec import ModelSpec
 from moegraft.errors import AdapterError, shown
 from moegraft.types import SiteFactors
 
-#: Names of an expert's projections in files: those of most models, and Mixtral's.
-EXPERT_NAMES = {
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-    "w1": "gate",
-    "w3": "up",
-    "w2": "down",
-}
-
 
 @dataclass(frozen=True)
 class ReadOptions:

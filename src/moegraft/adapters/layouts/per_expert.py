@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moegraft.adapters.keys import EXPERT_NAMES
 from moegraft.adapters.layouts.base import (
-    EXPERT_NAMES,
     LayoutResult,
     ReadOptions,
     missing_partner,

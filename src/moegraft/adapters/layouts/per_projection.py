@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
+from moegraft.adapters.keys import EXPERT_NAMES
 from moegraft.adapters.layouts.base import (
-    EXPERT_NAMES,
     LayoutResult,
     ReadOptions,
     missing_partner,

@@ -26,8 +26,6 @@ class Spec:
         bias, weight: dtypes, None = none.
         fp8: e4m3 weights and rows, with scales per 128 x 128 and per row and 128 columns; blocks
             of at most 128 rows.
-        turns: of FP8, how the two warp groups that multiply take turns: 0 they don't, 1 one's
-            products are asked for before the other's, 2 they are nearly done.
     """
 
     name: ClassVar[str] = "moe_gemm"
@@ -48,7 +46,6 @@ class Spec:
     bias: torch.dtype | None = None
     weight: torch.dtype = torch.float32
     fp8: bool = False
-    turns: int = 0
 
     def options(self) -> list[str]:
         """Return the compiler's options."""
@@ -59,7 +56,7 @@ class Spec:
             "ALPHA": _float(self.alpha), "HAS_LIMIT": int(self.limit is not None),
             "LIMIT": _float(self.limit or 0.0), "UP_SHIFT": _float(self.up_shift),
             "BIAS": DTYPES[self.bias] if self.bias else 0, "WEIGHT": DTYPES[self.weight],
-            "FP8": int(self.fp8), "TURNS": self.turns,
+            "FP8": int(self.fp8),
         }  # fmt: skip
         return base_options(self.block_m, macros)
 

@@ -77,6 +77,7 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     """Return what runs a supported problem."""
     from moegraft.backends.triton.device import device_facts
     from moegraft.backends.triton.fused import run_layer
+    from moegraft.backends.triton.listed_layer import listed_layer
     from moegraft.backends.triton.normed import run_normed
     from moegraft.backends.triton.prefill.config import is_for_fp8, prefill_config, why_portable
     from moegraft.backends.triton.prefill.layer import run_prefill
@@ -98,10 +99,14 @@ def choose(problem: Problem, mode: Mode | None = None) -> Choice:
     pdl = facts.has_dependent_launch and mode in ("in_kernel", "base") and not custom
     config = config.overlapping(pdl)
     run: LayerRun = partial(run_layer, config=config)
+    if not facts.interpreted:
+        run = listed_layer(problem, config, None)
     if custom or mode in ("two_stream", "serial"):
         run = partial(run_unfused, config=config, two_stream=mode == "two_stream")
     elif (tiles := prefill_config(problem, facts)) is not None:
         run = partial(run_prefill, config=tiles, other=config)
+        if not facts.interpreted:
+            run = listed_layer(problem, config, tiles)
         why = f"many rows per expert: {tiles}"
         if facts.capability == 90 and not tiles.hopper and (reason := why_portable(problem)):
             why += f"; portable GEMMs: {reason}"

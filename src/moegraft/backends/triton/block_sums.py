@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.listed import listed
+
 _STEP = 1024
 
 
@@ -42,7 +44,7 @@ def run_block_sums(
     """
     sums = torch.empty(len(blocks), dtype=torch.int64, device=words.device)
     if len(blocks):
-        block_sums_kernel[(len(blocks),)](
+        listed(block_sums_kernel)[(len(blocks),)](
             words, weights, blocks, sums, BLOCK=len(weights), STEP=_STEP, num_warps=4
         )
     return sums

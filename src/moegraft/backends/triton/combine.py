@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.listed import listed
+
 
 @triton.jit
 def combine_kernel(
@@ -99,7 +101,7 @@ def run_combine(
     """
     (num_tokens, hidden), top_k = out.shape, weights.shape[1]
     block = min(256, triton.next_power_of_2(hidden))
-    combine_kernel[(num_tokens, triton.cdiv(hidden, block))](
+    listed(combine_kernel)[(num_tokens, triton.cdiv(hidden, block))](
         rows, weights, pair_to_row, delta, out, hidden, out.stride(0), scale, TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k), HAS_DELTA=delta is not None,
         BY_PAIR=by_pair, BLOCK_H=block, num_warps=4,
@@ -117,7 +119,7 @@ def run_add_down_delta(
     """Launch :func:`add_down_delta_kernel`; ``delta`` and the ids are contiguous."""
     (num_tokens, hidden), top_k = out.shape, delta.shape[1]
     block = min(256, triton.next_power_of_2(hidden))
-    add_down_delta_kernel[(num_tokens, triton.cdiv(hidden, block))](
+    listed(add_down_delta_kernel)[(num_tokens, triton.cdiv(hidden, block))](
         out, delta, topk_ids, hidden, out.stride(0), first_expert, end_expert, scale, TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k), HAS_IDS=topk_ids is not None, BLOCK_H=block,
         num_warps=4,

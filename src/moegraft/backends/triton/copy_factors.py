@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.listed import listed
+
 #: int64 words of a tile, see :func:`copy_factors_kernel`.
 TILE_WORDS = 8
 #: Values of a tile: where each is a part of one row, and of several.
@@ -150,4 +152,4 @@ def run_copy_factors(
     options = launch_options(kind, unit, target.dtype)
     if kind.dtype == target.dtype:
         target = target.view(_BITS[target.dtype])
-    copy_factors_kernel[(len(tiles),)](addresses, tiles, target, bad, **options)
+    listed(copy_factors_kernel)[(len(tiles),)](addresses, tiles, target, bad, **options)

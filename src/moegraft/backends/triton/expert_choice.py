@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.listed import listed
 from moegraft.routing import EPSILON, RoutingRule
 
 #: Stands for a choice of -inf or NaN: an expert that takes part is above one that doesn't.
@@ -129,7 +130,7 @@ def run_choose(
         return
     size = num_experts // rule.num_groups
     tile = triton.next_power_of_2(rule.num_groups) * triton.next_power_of_2(size)
-    choose_kernel[(num_tokens,)](
+    listed(choose_kernel)[(num_tokens,)](
         logits,
         logits if bias is None else bias,
         ids,

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from moegraft.backends.launch_list import refuse
 from moegraft.backends.triton.config import MAX_BLOCK_R, FusedConfig
 from moegraft.backends.triton.launch import run_down, run_finalize, run_gate_up, run_route
 from moegraft.backends.triton.launch_delta import run_delta
@@ -111,6 +112,7 @@ def in_pieces(
     call: LayerCall, run: Callable[[LayerCall], torch.Tensor], max_pairs: int = MAX_PAIRS
 ) -> torch.Tensor:
     """Run a call of many tokens in pieces of at most ``max_pairs``; no row depends on the cut."""
+    refuse("it runs in pieces, which use the same memory one after the other")
     out = torch.empty_like(call.x_TH) if call.out is None else call.out
     step = max_pairs // call.topk_ids.shape[1]
     for start in range(0, call.x_TH.shape[0], step):

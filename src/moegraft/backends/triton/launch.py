@@ -11,6 +11,7 @@ from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.gate_up_activation import gate_up_activation_kernel
 from moegraft.backends.triton.grouped_gemm import grouped_gemm_kernel
 from moegraft.backends.triton.launch_delta import delta_arguments, gate_up_tiles
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.route import route_kernel
 from moegraft.backends.triton.weights.arguments import Stored, gate_up_arguments, gemm_arguments
 from moegraft.backends.triton.weights.rows import (
@@ -51,7 +52,7 @@ def run_route(
     pair_programs = triton.cdiv(pairs, block_i)
     expert_programs = 0 if dense else triton.cdiv(num_experts + 1, block_e)
     copy, copy_programs = copy_arguments(source, base)
-    route_kernel[(copy_programs + pair_programs + expert_programs,)](
+    listed(route_kernel)[(copy_programs + pair_programs + expert_programs,)](
         topk_ids, ws.pair_row if slots is None else slots,
         ws.row_pair, ws.pair_row, ws.segments, ws.states, ws.block_info, ws.h_counter,
         pairs, expert_offset, ws.num_blocks, pair_programs,
@@ -86,7 +87,7 @@ def run_gate_up(
     tiles = gate_up_tiles(weights, config)
     programs, delta = delta_arguments(weights, table, ws, config, down=False)
     h = ws.base_h
-    gate_up_activation_kernel[(programs + ws.num_blocks * tiles,)](
+    listed(gate_up_activation_kernel)[(programs + ws.num_blocks * tiles,)](
         x, w.tensor, bias, ws.h, ws.delta_gate_up if every_pair is None else every_pair,
         ws.states, ws.row_pair, ws.block_info, slots, ws.h_counter,
         hidden, inter, x.stride(0), *w.strides,
@@ -123,7 +124,7 @@ def run_down(
     bias = weights.down_bias
     tiles = triton.cdiv(hidden, tile.block_n)
     programs, delta = delta_arguments(weights, table, ws, config, down=True)
-    grouped_gemm_kernel[(programs + ws.num_blocks * tiles,)](
+    listed(grouped_gemm_kernel)[(programs + ws.num_blocks * tiles,)](
         ws.h, w.tensor, bias, topk_weights, ws.y, ws.delta_down, ws.states[2],
         ws.row_pair, ws.block_info, slots, ws.h_counter, gate_up_tiles(weights, config),
         hidden, inter, ws.h.stride(0), *w.strides,
@@ -170,7 +171,7 @@ def run_grouped_gemm(
         columns = slice(part * size_n, (part + 1) * size_n)
         part_bias = None if bias is None else bias[:, columns]
         form = gemm_arguments(weights, base, down, part if parts > 1 else None)
-        grouped_gemm_kernel[(ws.num_blocks * tiles,)](
+        listed(grouped_gemm_kernel)[(ws.num_blocks * tiles,)](
             x, w.tensor[:, columns], part_bias, None, out[:, columns],
             None, None, ws.row_pair, ws.block_info, None, ws.h_counter, 0, size_n, size_k,
             x.stride(0), *w.strides,
@@ -200,7 +201,7 @@ def run_finalize(
     """
     hidden = out.shape[1]
     block = min(256, triton.next_power_of_2(hidden))
-    finalize_kernel[(out.shape[0], triton.cdiv(hidden, block))](
+    listed(finalize_kernel)[(out.shape[0], triton.cdiv(hidden, block))](
         ws.y, ws.pair_row, out, slots, delta_weights, ws.delta_down, ws.states[2],
         hidden, out.stride(0), scale, DELTA=delta_weights is not None,
         TOP_K=top_k, BLOCK_H=block,

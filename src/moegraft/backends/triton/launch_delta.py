@@ -9,6 +9,7 @@ import torch
 import triton
 
 from moegraft.backends.triton.config import FusedConfig, block_r
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.lora_shrink_expand import lora_shrink_expand_kernel
 from moegraft.backends.triton.workspace import RouteBuffers, Workspace
 from moegraft.factor_table import SiteTable
@@ -37,7 +38,7 @@ def run_delta(
     tile = config.delta
     units = DeltaUnits.of(weights, table, ws, config, down)
     out = ws.delta_down if down else ws.delta_gate_up
-    lora_shrink_expand_kernel[(min(units.num_units, config.delta_programs),)](
+    listed(lora_shrink_expand_kernel)[(min(units.num_units, config.delta_programs),)](
         x, out, ws.states[2 if down else 0], table.arena.data, ws.segments, ws.row_pair,
         units.records, units.records.view(torch.int32), table.expert_map, ws.h_counter,
         gate_up_tiles(weights, config), units.num_units, ws.num_pairs, units.size_k, units.size_n,

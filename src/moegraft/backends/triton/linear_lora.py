@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.launch_list import LaunchLists
 from moegraft.backends.triton.linear_parts import (
     MAX_PROJECTIONS,
     add_product,
@@ -28,8 +30,9 @@ from moegraft.backends.triton.linear_parts import (
     load_record,
 )
 from moegraft.backends.triton.linear_split import SplitTile, choose_split, launch_split
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.sync import launch_next, launch_wait
-from moegraft.backends.triton.token_segments import max_segments, token_segments
+from moegraft.backends.triton.token_segments import TokenSegments, max_segments, token_segments
 from moegraft.errors import MoegraftError
 from moegraft.factor_table import SiteTable
 from moegraft.factors import UNIT_BYTES
@@ -39,6 +42,7 @@ from moegraft.types import TokenSlots
 MAX_SMALL_TOKENS = 1024
 #: Programs that are enough for a GPU; more make tiles wider instead, and S is computed less often.
 FULL_GPU = 66
+_lists = LaunchLists()
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class LinearTile:
     num_stages: int = 3
 
 
+@lru_cache(maxsize=1024)
 def choose_tile(
     num_tokens: int, num_slots: int, columns: int, max_rank: int, itemsize: int = 2
 ) -> LinearTile:
@@ -146,8 +151,8 @@ def _launches(tables: Sequence[SiteTable], outs: Sequence[torch.Tensor]) -> Iter
     for i, (table, out) in enumerate(zip(tables, outs, strict=True)):
         # Triton takes the number 1 for a constant, which can't be picked among others.
         alone = i if out.shape[1] == 1 else -1
-        arena, slots = table.arena.data.data_ptr(), (table.records.stride(0), table.num_slots)
-        key = (arena, *slots, out.dtype, alone)
+        records = table.records
+        key = (id(table.arena), records.stride(0), records.shape[0], out.dtype, alone)
         groups.setdefault(key, []).append(i)
     for members in groups.values():
         for first in range(0, len(members), MAX_PROJECTIONS):
@@ -164,9 +169,9 @@ def _launch(
 ) -> None:
     num_tokens, size_k = x.shape
     arena, num_slots = tables[0].arena.data, tables[0].num_slots
+    max_rank = max([table.max_rank for table in tables])
     if tile is None:
-        columns = sum(out.shape[1] for out in outs)
-        max_rank = max(table.max_rank for table in tables)
+        columns = sum([out.shape[1] for out in outs])
         itemsize = max(x.element_size(), arena.element_size())
         tile = choose_split(num_tokens, size_k, max_rank, itemsize) or choose_tile(
             num_tokens, num_slots, columns, max_rank, itemsize
@@ -175,6 +180,24 @@ def _launch(
         launch_split(x, tables, slots, outs, tile, pdl)
         return
     found = token_segments(slots, num_slots, tile.block_m, pdl)
+    kind = (
+        x.shape, x.stride(), x.dtype, arena.dtype, tables[0].kind, max_rank,
+        tuple([(out.shape[1], out.stride(), out.dtype) for out in outs]), tile, pdl,
+    )  # fmt: skip
+    inputs = [x, arena, found.order, found.segments, *[table.records for table in tables], *outs]
+    _lists.run(kind, inputs, partial(_launch_tile, x, tables, found, outs, tile, pdl))
+
+
+def _launch_tile(
+    x: torch.Tensor,
+    tables: Sequence[SiteTable],
+    found: TokenSegments,
+    outs: Sequence[torch.Tensor],
+    tile: LinearTile,
+    pdl: bool,
+) -> None:
+    num_tokens, size_k = x.shape
+    arena = tables[0].arena.data
     first_tiles = [0]
     for out in outs:
         first_tiles.append(first_tiles[-1] + triton.cdiv(out.shape[1], tile.block_n * tile.pieces))
@@ -183,7 +206,7 @@ def _launch(
     strides = [out.stride(0) if num_tokens > 1 else out.shape[1] for out in outs]
     # Arguments of projections that do not exist repeat the last one's.
     use = [min(i, len(outs) - 1) for i in range(MAX_PROJECTIONS)]
-    linear_lora_kernel[(found.segments.shape[0] * num_tiles,)](
+    listed(linear_lora_kernel)[(found.segments.shape[0] * num_tiles,)](
         x, arena, found.order, found.segments,
         *(tables[i].records for i in use), *(outs[i] for i in use),
         *(strides[i] for i in use), *(outs[i].shape[1] for i in use),

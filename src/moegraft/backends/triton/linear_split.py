@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -35,6 +36,7 @@ from moegraft.backends.triton.linear_parts import (
     load_record,
     pick,
 )
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.sync import launch_next, launch_wait
 from moegraft.backends.triton.token_segments import (
     TokenSegments,
@@ -84,6 +86,7 @@ class SplitTile:
         return max(1, min(8, self.num_warps, self.block_k // 16))
 
 
+@lru_cache(maxsize=1024)
 def choose_split(
     num_tokens: int, size_k: int, max_rank: int, itemsize: int = 2
 ) -> SplitTile | None:
@@ -135,7 +138,7 @@ def launch_split(
     strides = [out.stride(0) if x.shape[0] > 1 else out.shape[1] for out in outs]
     # Arguments of projections that do not exist repeat the last one's.
     use = [min(i, len(outs) - 1) for i in range(MAX_PROJECTIONS)]
-    linear_split_kernel[(programs,)](
+    listed(linear_split_kernel)[(programs,)](
         x, arena, found.order, found.segments, partials.halves[turn], partials.halves[1 - turn],
         *(tables[i].records for i in use), *(outs[i] for i in use),
         *(strides[i] for i in use), *(outs[i].shape[1] for i in use),

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.lora_shrink import BLOCK_M, projection_records
 from moegraft.backends.triton.segment_factors import load_factor, load_segment
 from moegraft.backends.triton.workspace import RouteBuffers
@@ -77,7 +78,7 @@ def _launch(
     states = ws.states[2 if projections == ("down",) else 0]
     programs = min(triton.cdiv(width, BLOCK_N), triton.cdiv(PROGRAMS, ws.num_pairs))
     grid = (ws.num_pairs, programs, len(projections))
-    lora_expand_kernel[grid](
+    listed(lora_expand_kernel)[grid](
         ranks, out, states, table.arena.data, ws.segments, ws.row_pair, records,
         records.view(torch.int32), table.expert_map, ws.num_pairs, width, table.max_rank, *strides,
         records.stride(0), table.expert_map.stride(0), table.num_slots,

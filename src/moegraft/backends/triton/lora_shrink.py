@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from moegraft.backends.triton.config import block_r
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.segment_factors import load_factor, load_segment
 from moegraft.backends.triton.workspace import RouteBuffers
 from moegraft.factor_table import SiteTable
@@ -45,7 +46,7 @@ def run_lora_shrink(
     records = projection_records(table, projections)
     rank_rows = block_r(table.max_rank)
     grid = (ws.num_pairs, triton.cdiv(table.max_rank, rank_rows), len(projections))
-    lora_shrink_kernel[grid](
+    listed(lora_shrink_kernel)[grid](
         x, out, table.arena.data, ws.segments, ws.row_pair, records, records.view(torch.int32),
         table.expert_map, ws.num_pairs, x.shape[1], table.max_rank, x.stride(0), records.stride(0),
         table.expert_map.stride(0), table.num_slots,

@@ -17,6 +17,7 @@ from moegraft.backends.triton.activation import (
     gated,
     pointwise,
 )
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.workspace import RouteBuffers
 from moegraft.types import ExpertWeights
 
@@ -46,7 +47,7 @@ def run_pair_activation(
     inter = weights.intermediate
     if not gate_up.shape[0]:
         return
-    pair_activation_kernel[(gate_up.shape[0], triton.cdiv(inter, BLOCK))](
+    listed(pair_activation_kernel)[(gate_up.shape[0], triton.cdiv(inter, BLOCK))](
         gate_up, delta if every_pair is None else every_pair,
         None if ws is None else ws.states, None if ws is None else ws.pair_row, h,
         gate_up.shape[0], inter, gate_up.stride(0), gate_up.stride(1),
@@ -67,7 +68,7 @@ def run_add_delta(
         return
     sides = 2 if weights.layout.gated else 1
     grid = (ws.num_pairs, triton.cdiv(weights.intermediate, BLOCK), sides)
-    add_delta_kernel[grid](
+    listed(add_delta_kernel)[grid](
         gate_up, delta, ws.states, ws.num_pairs, weights.intermediate, gate_up.stride(0),
         BLOCK=BLOCK, num_warps=4, **column_constants(weights),
     )  # fmt: skip

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.listed import listed
+
 #: Pairs of one program.
 BLOCK = 256
 
@@ -47,13 +49,15 @@ def run_unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     weights = torch.empty_like(packed, dtype=torch.float32)
     count = packed.numel()
     if count:
-        unpack_kernel[(triton.cdiv(count, BLOCK),)](packed, ids, weights, count, BLOCK=BLOCK)
+        listed(unpack_kernel)[(triton.cdiv(count, BLOCK),)](
+            packed, ids, weights, count, BLOCK=BLOCK
+        )
     return ids, weights
 
 
 def run_number_rows(pair_row: torch.Tensor, pair_to_row: torch.Tensor, first_pair: int) -> None:
     """Launch :func:`number_rows_kernel`."""
     count = pair_row.shape[0]
-    number_rows_kernel[(triton.cdiv(count, BLOCK),)](
+    listed(number_rows_kernel)[(triton.cdiv(count, BLOCK),)](
         pair_row, pair_to_row, count, first_pair, BLOCK=BLOCK
     )

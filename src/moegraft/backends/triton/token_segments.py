@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.sync import launch_next, launch_wait
 from moegraft.types import TokenSlots
 
@@ -102,7 +103,7 @@ def segments_by_counting(
     # Interpreters and older cards know no such option, so it is only passed when it is on.
     options = {"launch_pdl": True} if pdl else {}
     if num_tokens:
-        token_segments_kernel[(triton.cdiv(num_tokens, block_i),)](
+        listed(token_segments_kernel)[(triton.cdiv(num_tokens, block_i),)](
             slots, order, segments, num_tokens, num_slots, number, ROWS=rows, BLOCK_I=block_i,
             BLOCK_J=64, BLOCK_S=32, BLOCK_G=128, PDL=pdl, num_warps=4, **options,
         )  # fmt: skip

@@ -52,7 +52,7 @@ class _State:
         """Add the deltas of the step's adapters to ``y``."""
         slots = self.wrapper.punica_wrapper.moegraft_slots(x.shape[0])
         if slots is not None and self.pool.pool.table.has_delta(slots):
-            self.group.add_to(y.split(self.widths, dim=1), x, slots)
+            self.group.add_to(y.split_with_sizes(self.widths, dim=1), x, slots)
             count("linear_calls")
 
 

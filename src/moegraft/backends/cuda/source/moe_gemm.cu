@@ -10,7 +10,7 @@
 // Macros, given by the host: BLOCK_M, STAGES; GATHER (x by token, else h by tensor map), GATED,
 // KIND, ALPHA, HAS_LIMIT, LIMIT, UP_SHIFT; WEIGHTED; BIAS (type of the bias; 0 = none), WEIGHT
 // (type of the routing weights): 1 fp32, 2 bf16, 3 fp16; LORA; TOP_K; START0, START1 (first rows of
-// the two halves of a tile); FP8 (weights and rows are e4m3 with scales), TURNS.
+// the two halves of a tile); FP8 (weights and rows are e4m3 with scales).
 #include "moe_gemm_load.h"
 #include "moe_gemm_multiply.h"
 
@@ -27,8 +27,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         proxy_fence();
     }
     __syncthreads();
-    // With adapters for each block of S: what was before the shrink is there. FP8 rows come behind it.
-    if (!LORA || (FP8 && GATHER)) launch_wait();
+    // With adapters for each block of S: what was before the shrink is there.
+    if (!LORA) launch_wait();
     launch_next();
     if (group == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGISTERS));

@@ -7,17 +7,7 @@
 #include "hopper_fp8.h"
 #include "product_fp8.h"
 
-constexpr u32 PAIR_BARRIER = 4, TURN_BARRIERS = 5;
-
-// ---- whose products come next; TURNS: 0 nobody cares ----
-
-DEVICE void turn_wait(int group) {
-    if (TURNS) pair_sync(TURN_BARRIERS + group);
-}
-
-DEVICE void turn_give(int group) {
-    if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(TURN_BARRIERS + group) : "memory");
-}
+constexpr u32 PAIR_BARRIER = 4;
 
 // ---- K loop ----
 
@@ -59,17 +49,13 @@ DEVICE void add_scaled(float (&sums)[N / 2], const float (&part)[N / 2], u32 row
 
 // The product of 64 columns of the output over one stage.
 template <int N>
-DEVICE void multiply_stage(float (&part)[N / 2], u64 w, u64 x, int group) {
-    turn_wait(group);
+DEVICE void multiply_stage(float (&part)[N / 2], u64 w, u64 x) {
     products_begin();
     ProductFp8<N>::set(part, w, x);
     ProductFp8<N>::add(part, w + 2, x + 2);
     ProductFp8<N>::add(part, w + 4, x + 4);
-    if (TURNS == 2) products_commit();
     ProductFp8<N>::add(part, w + 6, x + 6);
     products_commit();
-    if (TURNS == 2) products_wait<1>();
-    turn_give(group ^ 1);
     products_wait<0>();
     settle(part);
 }
@@ -87,9 +73,9 @@ DEVICE void multiply_fp8(const Arguments &p, Multiplier &me, Stage &stage, float
         if (GATHER) proxy_fence();
         u64 w = tile_at(stage.weights() + me.group * 8192), x = tile_at(stage.rows());
         float part[N / 2];
-        multiply_stage<N>(part, w, x, me.group);
+        multiply_stage<N>(part, w, x);
         add_scaled<N>(left, part, row_scales, of_left);
-        multiply_stage<N>(part, w + (W_BYTES / 2 >> 4), x, me.group);
+        multiply_stage<N>(part, w + (W_BYTES / 2 >> 4), x);
         add_scaled<N>(right, part, row_scales, of_right);
         group_sync(1 + me.group);  // all four warps have read the scales
         if (me.t == 0) barrier_arrive(stage.empty());

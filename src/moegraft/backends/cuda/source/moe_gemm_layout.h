@@ -61,7 +61,7 @@ constexpr int STAGE_GROUPS = 4 / SIDES;
 constexpr int LOADERS = 128;
 // A program starts with 168 registers per thread, and has no more to hand out: asking for more would
 // wait for ever. FP8 has a product beside its sums.
-constexpr int LOAD_REGISTERS = !FP8 ? 56 : LORA && (BIAS || TURNS) ? 24 : 40;
+constexpr int LOAD_REGISTERS = !FP8 ? 56 : LORA && BIAS ? 24 : 40;
 constexpr int MULTIPLY_REGISTERS = (3 * 168 - LOAD_REGISTERS) / 2;
 static_assert(MULTIPLY_REGISTERS % 8 == 0, "registers are handed out by eight");
 

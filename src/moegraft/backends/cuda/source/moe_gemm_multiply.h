@@ -258,7 +258,6 @@ DEVICE void multiply_all(const Arguments &p, const TensorMap *out_map, u32 base,
     Stage stage{base};
 #if FP8
     me.items = *p.live_blocks * p.num_tiles;
-    if (group == 1) turn_give(0);  // the first turn
 #endif
     for (u32 turn = 0;; ++turn) {
         barrier_wait(stage.full(), stage.parity);
@@ -281,8 +280,5 @@ DEVICE void multiply_all(const Arguments &p, const TensorMap *out_map, u32 base,
             CASES
         }
     }
-#if FP8
-    if (group == 0) turn_wait(0);  // takes the last turn that was given
-#endif
     if (thread == 0) stores_done();
 }

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.prefill.config import (
     GROUP_BYTES,
     GROUP_RANKS,
@@ -187,7 +188,7 @@ def run_block_groups(
         torch.empty(shape, dtype=torch.int64, device=device),
     )
     assert table.expert_map is not None
-    block_groups_kernel[(rows.num_blocks,)](
+    listed(block_groups_kernel)[(rows.num_blocks,)](
         rows.row_pair, rows.block_info, slots, table.records, table.records.view(torch.int32),
         table.expert_map, found.row_segment, counts, found.a_groups, found.b_groups,
         table.records.stride(0), table.expert_map.stride(0), table.num_slots, rows.num_blocks,

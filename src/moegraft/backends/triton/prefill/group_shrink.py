@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.prefill.block_groups import BlockGroups
 from moegraft.backends.triton.prefill.config import GROUP_RANKS, PrefillConfig
 from moegraft.backends.triton.prefill.route import Rows
@@ -146,7 +147,7 @@ def run_group_shrink(
     out = torch.empty(rows.num_rows, sides * groups.rank_rows, dtype=x.dtype, device=x.device)
     shares = config.shrink_shares
     parts = rows.num_blocks * (rows.block_m // tile.block_n)
-    group_shrink_kernel[(parts * shares,)](
+    listed(group_shrink_kernel)[(parts * shares,)](
         x, out, groups.table.arena.data, rows.row_pair, rows.block_info, groups.row_segment,
         groups.counts[int(down)], a_groups, a_groups.view(torch.int32), b_groups.view(torch.int32),
         x.shape[1], x.stride(0), groups.rank_rows, groups.max_groups, groups.b_groups.stride(0),

@@ -18,7 +18,20 @@ from moegraft.backends.triton.prefill.route import Rows
 from moegraft.backends.triton.weights.rows import GROUP, make_base_rows, run_base_rows
 from moegraft.types import ExpertWeights
 
-aligned = hopper.aligned
+
+@dataclass(frozen=True)
+class Fp8Tokens:
+    """x as gate_up's product reads it, and as adapters do.
+
+    Attributes:
+        values: ``[T, H]`` e4m3.
+        scales: fp32 ``[T, H / 128]``.
+        plain: ``[T, H]`` in 16 bits.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    plain: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -36,35 +49,40 @@ class Fp8Rows:
     plain: torch.Tensor | None
 
 
+def run_tokens(x: torch.Tensor, weights: ExpertWeights) -> Fp8Tokens:
+    """Round x ``[T, H]``; ahead of the shrink, for gate_up waits for blocks of S alone."""
+    base = make_base_rows(weights.weight_format, x.shape[0], weights.hidden, x.dtype, x.device)
+    assert base is not None and base.scales is not None
+    run_base_rows(x, base)
+    return Fp8Tokens(base.values, base.scales, x)
+
+
 def run_shrink(
-    x: torch.Tensor | Fp8Rows, groups: BlockGroups, down: bool, rows: Rows, top_k: int,
+    x: Fp8Tokens | Fp8Rows, groups: BlockGroups, down: bool, rows: Rows, top_k: int,
     config: PrefillConfig,
 ) -> torch.Tensor:  # fmt: skip
     """Return ``S`` of x ``[T, H]`` or, for down, of h; see :func:`.hopper.run_shrink`."""
-    if isinstance(x, Fp8Rows):
-        assert x.plain is not None
-        x = x.plain
-    return hopper.run_shrink(x, groups, down, rows, top_k, config)
+    assert x.plain is not None
+    return hopper.run_shrink(x.plain, groups, down, rows, top_k, config)
 
 
 def run_gate_up(
-    x: torch.Tensor, weights: ExpertWeights, groups: BlockGroups | None, s: torch.Tensor | None,
+    x: Fp8Tokens, weights: ExpertWeights, groups: BlockGroups | None, s: torch.Tensor | None,
     rows: Rows, top_k: int, config: PrefillConfig,
 ) -> Fp8Rows:  # fmt: skip
-    """Return h, in the order of the blocks; x is ``[T, H]`` in 16 bits."""
-    hidden, inter, device = weights.hidden, weights.intermediate, x.device
-    base = make_base_rows(weights.weight_format, x.shape[0], hidden, x.dtype, device)
-    assert base is not None and base.scales is not None and weights.scales is not None
-    run_base_rows(x, base)
-    values = torch.empty(rows.num_rows, inter, dtype=base.values.dtype, device=device)
+    """Return h, in the order of the blocks."""
+    inter, device = weights.intermediate, x.values.device
+    assert weights.scales is not None
+    values = torch.empty(rows.num_rows, inter, dtype=x.values.dtype, device=device)
     scales = torch.empty(inter // GROUP, rows.num_rows, dtype=torch.float32, device=device)
-    h = Fp8Rows(values, scales, None if s is None else torch.empty_like(values, dtype=x.dtype))
+    plain = None if s is None else torch.empty_like(values, dtype=x.plain.dtype)
+    h = Fp8Rows(values, scales, plain)
     launch_gemm(
         hopper.gate_up_spec(weights, s is not None, rows, top_k, config),
         Operands(
-            base.values, weights.gate_up.view(-1, hidden), weights.gate_up_bias,
-            values if h.plain is None else h.plain, s, None,
-            Fp8Operands(weights.scales.gate_up, base.scales, values, scales),
+            x.values, weights.gate_up.view(-1, weights.hidden), weights.gate_up_bias,
+            values if plain is None else plain, s, None,
+            Fp8Operands(weights.scales.gate_up, x.scales, values, scales),
         ),
         groups, rows,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton
 from moegraft.backends.triton.config import FusedConfig
 from moegraft.backends.triton.finalize import finalize_kernel
 from moegraft.backends.triton.fused import in_pieces, prepared, run_layer
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.prefill import portable
 from moegraft.backends.triton.prefill.block_groups import run_block_groups
 from moegraft.backends.triton.prefill.config import PrefillConfig, has_tensor_map, max_pairs
@@ -49,11 +50,13 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
         return out
     top_k, hidden = call.topk_ids.shape[1], weights.hidden
     gemms: Any = portable
+    tokens: Any = x
     if config.hopper and not other_dtype:
         from moegraft.backends.triton.prefill import hopper, hopper_fp8
 
         gemms = hopper_fp8 if quantised else hopper
-        x = gemms.aligned(x)
+        x = hopper.aligned(x)
+        tokens = hopper_fp8.run_tokens(x, weights) if quantised else x
     elif config.hopper:
         config = PrefillConfig()
     # A table that only ever held empty slots has no ranks to make groups of.
@@ -68,13 +71,13 @@ def run_prefill(call: LayerCall, config: PrefillConfig, other: FusedConfig) -> t
     )  # fmt: skip
     if slots is not None and table is not None:
         groups = run_block_groups(table, slots.slots, rows, top_k, config.block_m, options)
-        s = gemms.run_shrink(x, groups, False, rows, top_k, config)
-    h = gemms.run_gate_up(x, weights, groups, s, rows, top_k, config)
+        s = gemms.run_shrink(tokens, groups, False, rows, top_k, config)
+    h = gemms.run_gate_up(tokens, weights, groups, s, rows, top_k, config)
     if groups is not None:
         s = gemms.run_shrink(h, groups, True, rows, top_k, config)
     y = gemms.run_down(h, call.topk_weights, weights, groups, s, rows, config)
     block = min(256, triton.next_power_of_2(hidden))
-    finalize_kernel[(out.shape[0], triton.cdiv(hidden, block))](
+    listed(finalize_kernel)[(out.shape[0], triton.cdiv(hidden, block))](
         y, rows.pair_row, out, None, None, None, None, hidden, out.stride(0), call.scale,
         DELTA=False, TOP_K=top_k, BLOCK_H=block, BY_ROW=True, num_warps=2, **options,
     )  # fmt: skip

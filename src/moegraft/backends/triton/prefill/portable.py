@@ -7,6 +7,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moegraft.backends.triton.activation import activation_constants
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.prefill.block_groups import BlockGroups, gemm_operands
 from moegraft.backends.triton.prefill.config import PrefillConfig
 from moegraft.backends.triton.prefill.down import prefill_down_kernel
@@ -35,7 +36,7 @@ def run_gate_up(
     constants = activation_constants(weights)
     constants.pop("COLUMN_STEP")
     operands = gemm_operands(groups, rows, down=False)
-    prefill_gate_up_kernel[(rows.num_blocks * tiles,)](
+    listed(prefill_gate_up_kernel)[(rows.num_blocks * tiles,)](
         x, desc, bias, h, h if s is None else s, rows.row_pair, rows.block_info,
         *operands.tensors, hidden, inter, x.stride(0), 0 if bias is None else bias.stride(0),
         tiles, *operands.numbers, TOP_K=top_k, HAS_BIAS=bias is not None,
@@ -57,7 +58,7 @@ def run_down(
     desc = TensorDescriptor.from_tensor(weights.down.view(-1, inter), [tile.block_n, tile.block_k])
     tiles = triton.cdiv(hidden, tile.block_n)
     operands = gemm_operands(groups, rows, down=True)
-    prefill_down_kernel[(rows.num_blocks * tiles,)](
+    listed(prefill_down_kernel)[(rows.num_blocks * tiles,)](
         h, desc, bias, topk_weights, y, h if s is None else s, rows.row_pair, rows.block_info,
         *operands.tensors, inter, hidden, 0 if bias is None else bias.stride(0), tiles,
         *operands.numbers[:2], HAS_BIAS=bias is not None, EVEN_K=inter % tile.block_k == 0,

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.sync import launch_next, launch_wait
 
 #: Pairs of one program.
@@ -227,15 +228,15 @@ def run_route(
     }  # fmt: skip
     options = options or {"PDL": False}
     places = topk_ids if order is None else order
-    route_count_kernel[(chunks,)](
+    listed(route_count_kernel)[(chunks,)](
         topk_ids, places, counts, starts, pairs, expert_offset, **constants, num_warps=4,
         **options,
     )  # fmt: skip
-    route_scan_kernel[(triton.cdiv(bins, 8),)](
+    listed(route_scan_kernel)[(triton.cdiv(bins, 8),)](
         counts, totals, chunks, BINS=bins, BLOCK_C=32 if chunks <= 32 else 128,
         BLOCK_E=8, num_warps=4, **options,
     )  # fmt: skip
-    route_place_kernel[(chunks + BLOCK_PROGRAMS,)](
+    listed(route_place_kernel)[(chunks + BLOCK_PROGRAMS,)](
         topk_ids, places, counts, starts, totals, rows.row_pair, rows.pair_row, rows.block_info,
         pairs, expert_offset, chunks, blocks, **constants, BLOCK_M=block_m,
         ROW_STEP=row_step or block_m, num_warps=4, **options,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.sync import launch_next, launch_wait
 from moegraft.backends.triton.token_segments import is_capturing
 from moegraft.types import TokenSlots
@@ -77,7 +78,7 @@ def token_order(
     if found is None:
         tokens = slots.slots.shape[0]
         found = torch.empty(tokens, dtype=torch.int32, device=slots.slots.device)
-        token_order_kernel[(triton.cdiv(tokens, CHUNK),)](
+        listed(token_order_kernel)[(triton.cdiv(tokens, CHUNK),)](
             slots.slots, found, tokens, BINS=max(triton.next_power_of_2(num_slots + 3), 16),
             CHUNK=CHUNK, num_warps=4, **(options or {"PDL": False}),
         )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraft.backends.triton.listed import listed
 from moegraft.backends.triton.weights.fp4_bits import COLUMNS, place, place_in_eight
 from moegraft.quant.formats import UNQUANTIZED, format_of
 
@@ -87,7 +88,7 @@ def run_base_rows(source: torch.Tensor, rows: BaseRows | None) -> None:
     """Launch the copy of ``source`` ``[rows, columns]`` on its own; nothing for None."""
     arguments, programs = copy_arguments(source, rows)
     if programs:
-        base_rows_kernel[(programs,)](**arguments, num_warps=4)
+        listed(base_rows_kernel)[(programs,)](**arguments, num_warps=4)
 
 
 @triton.jit
