@@ -254,6 +254,12 @@ SPECS = {
         64, 2880, 3, 2, False, False, True, 4, (0, 1), 2, delta=torch.float32, alpha=1.702,
         limit=7.0, up_shift=1.0, bias=BF16,
     ),
+    "q30 gate_up of eight warps": Fp4Spec(
+        32, 2048, 3, 2, True, False, True, 8, (0, 768), 1, (0, 1), delta=BF16, warps=8
+    ),
+    "gpt-oss down of 64 rows": Fp4Spec(
+        64, 2880, 2, 3, False, True, False, 1, bias=BF16, weight=BF16
+    ),
     "gpt-oss down": Fp4Spec(32, 2880, 4, 3, False, True, False, 1, bias=BF16, weight=BF16),
 }  # fmt: skip
 

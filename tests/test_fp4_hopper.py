@@ -34,13 +34,36 @@ def test_tiles_are_those_that_the_kernels_have_and_run_in_triton_too(
     problem = replace(LAYER, num_tokens=num_tokens, gated=gated)
     config, why = choose_config(problem, HOPPER)
     assert config.cuda_fp4 and not config.merged and "CUDA" in why
-    assert (config.gate_up.block_n, config.down.block_n) == (64 if gated else 128, 128)
+    wide = 2 if num_tokens == 256 else 1  # programs of eight warps where rows are many
+    rows = (config.gate_up.block_n * (2 if gated else 1), config.down.block_n)
+    assert rows == (128 * wide, 128 * wide)
     assert config_ok(config, problem, HOPPER)
     sizes = (768 // config.gate_up.block_n, 2048 // 128)
     programs = [min(8 * num_tokens, 128) * tiles for tiles in sizes]
     for parts, count in zip((config.gate_up_parts, config.down_parts), programs, strict=True):
         assert parts == 1 or count * parts <= 4 * HOPPER.num_sms
         assert parts > 1 or num_tokens > 1
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("problem", "warps", "stages"),
+    [
+        (LAYER, 4, 3),
+        (replace(LAYER, num_tokens=128), 8, 3),
+        (replace(LAYER, num_tokens=256), 8, 3),
+        (replace(LAYER, num_tokens=512), 4, 2),
+        (replace(LAYER, num_tokens=256, hidden=8192, intermediate=8192), 4, 3),
+        (replace(LAYER, num_tokens=2, num_experts=2), 4, 3),
+    ],
+    ids=["few rows", "8 rows", "16", "32", "no room for two", "parts share the K loop"],
+)
+def test_programs_of_eight_warps_where_rows_are_many_and_two_have_room(
+    problem: Problem, warps: int, stages: int
+) -> None:
+    config, _ = choose_config(problem, HOPPER)
+    found = {(tile.num_warps, tile.num_stages) for tile in (config.gate_up, config.down)}
+    assert config.cuda_fp4 and found == {(warps, stages)}
 
 
 @needs_compiler
@@ -55,10 +78,15 @@ def test_tuning_tries_tiles_that_the_kernels_have(num_tokens: int) -> None:
     for tile in (
         replace(start.gate_up, block_n=32), replace(start.gate_up, block_k=64),
         replace(start.gate_up, num_warps=2), replace(start.gate_up, num_stages=1),
+        replace(start.gate_up, num_warps=8 if start.gate_up.num_warps == 4 else 4),
         replace(start.gate_up, num_stages=30),
     ):  # fmt: skip
         assert not fp4_hopper.tiles_ok(replace(start, gate_up=tile), problem), tile
     assert not config_ok(replace(start, merged=True), problem, HOPPER)
+    eights = [config for config in found if config.down.num_warps == 8]
+    assert bool(eights) == (num_tokens > 1), "with parts a group has four warps"
+    parts = [replace(config, gate_up_parts=2, down_parts=2) for config in eights]
+    assert not any(config_ok(config, problem, HOPPER) for config in parts)
     assert not config_ok(start, replace(problem, dtype="float16"), HOPPER)
 
 

@@ -61,6 +61,19 @@ def test_layers_of_every_size(name: str, num_tokens: int) -> None:
     gpu_case(name, num_tokens).check(FUSED)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_of_eight_warps_have_the_bits_of_four(name: str) -> None:
+    gpu = gpu_case(name, 64, sizes=(8, 416, 160))  # 16 rows per expert
+    assert gpu.config.gate_up.num_warps == gpu.config.down.num_warps == 8
+    gpu.check(FUSED)
+    gate_up, down = (
+        replace(tile, block_n=tile.block_n // 2, num_warps=4)
+        for tile in (gpu.config.gate_up, gpu.config.down)
+    )
+    four = replace(gpu, config=replace(gpu.config, gate_up=gate_up, down=down))
+    assert_bit_equal(gpu.run("in_kernel"), four.run("in_kernel"), "eight warps, four")
+
+
 @pytest.mark.parametrize("layout", ["up_first", "no_gate", "interleaved"])
 @pytest.mark.parametrize("name", NAMES)
 def test_partial_steps_and_tiles_in_every_order_of_gate_and_up(name: str, layout: str) -> None:

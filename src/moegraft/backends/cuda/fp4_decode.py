@@ -91,12 +91,21 @@ class Fp4Spec:
         return self.tile_rows // 2 if self.gated else self.tile_rows
 
     @property
+    def stages_bytes(self) -> int:
+        """Shared memory of a program's stages."""
+        return self.parts * self.stages * (self.tile_rows * STEP // 2 + self.block_m * STEP * 2)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Shared memory of a program's sums, which take the stages' place."""
+        return self.parts * self.block_m * (self.tile_rows * 4 + 16)
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, as the source lays it out."""
         across = self.size_k // (16 if self.nv else 32)
         pitch = across if across % 16 else (across // 16 | 1) * 16
-        stage = self.tile_rows * STEP // 2 + self.block_m * STEP * 2
-        return self.parts * self.stages * stage + self.tile_rows * pitch + self.block_m * 8
+        return self.stages_bytes + self.tile_rows * pitch + self.block_m * 8
 
 
 def _float(value: float) -> str:

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from moegraft.backends.cuda.compiler import why_no_compiler
-from moegraft.backends.cuda.fp4_decode import STEP, WARP_ROWS, Fp4Arguments, Fp4Spec
+from moegraft.backends.cuda.fp4_decode import STEP, Fp4Arguments, Fp4Spec
 from moegraft.backends.cuda.products import kernel
 from moegraft.backends.triton.activation import column_constants
 from moegraft.backends.triton.config import FusedConfig, GemmConfig
@@ -29,11 +29,13 @@ from moegraft.types import ExpertWeights
 _COLUMNS = 32
 #: Shared memory of a multiprocessor, of a program at most, and what each takes beside its own.
 _SHARED_MEMORY, _PROGRAM_MEMORY, _RESERVED = 233_472, 232_448, 1024
-_MAX_PROGRAMS = 4
-_WARPS = 4
+#: Warps of all programs of a multiprocessor: each has 128 registers per thread then.
+_MAX_WARPS = 16
 _ALIGNMENT = 16
 #: Mean rows per expert up to which these are used: a block has 64 at most.
 _MAX_ROWS = 64
+#: Mean rows per expert from which a program has eight warps: fewer programs read the same x.
+_WIDE_ROWS = 8
 #: Columns of the weights whose scales a program has room for, beside three steps of 64 rows.
 _MAX_K = 16_384
 
@@ -64,19 +66,40 @@ def why_triton(problem: Problem, device: DeviceFacts) -> str | None:
 
 def decode_config(config: FusedConfig, problem: Problem, device: DeviceFacts) -> FusedConfig:
     """Return the tiles of these GEMMs for a problem that they take, from those of Triton's."""
-    tile_rows = WARP_ROWS * _WARPS
-    columns = tile_rows // (2 if problem.gated else 1)
     blocks = min(problem.num_pairs, problem.num_experts)
+    tiles = [_tile(config, problem, down) for down in (False, True)]
+    sizes = (problem.intermediate, problem.hidden)
     parts = [
-        _parts(blocks * triton.cdiv(size_n, tile), device.num_sms) if config.merged else 1
-        for size_n, tile in ((problem.intermediate, columns), (problem.hidden, tile_rows))
+        _parts(blocks * triton.cdiv(size_n, tile.block_n), device.num_sms) if config.merged else 1
+        for size_n, tile in zip(sizes, tiles, strict=True)
     ]
-    stages = 3 if config.block_m == 16 else 2  # more rows take more room each
     return replace(
-        config, gate_up=GemmConfig(columns, STEP, _WARPS, stages, True),
-        down=GemmConfig(tile_rows, STEP, _WARPS, stages, True), gate_up_parts=parts[0],
-        down_parts=parts[1], merged=False, cuda_fp4=True,
+        config, gate_up=tiles[0], down=tiles[1], gate_up_parts=parts[0], down_parts=parts[1],
+        merged=False, cuda_fp4=True,
     )  # fmt: skip
+
+
+def _tile(config: FusedConfig, problem: Problem, down: bool) -> GemmConfig:
+    """Return the tile of one GEMM: eight warps share rows of x where those are many."""
+    few = config.merged or problem.num_pairs < _WIDE_ROWS * problem.num_experts
+    stages = 3 if config.block_m < _MAX_ROWS else 2
+    spec = _sizes(config.block_m, problem, down, stages, 8)
+    if few or config.block_m == _MAX_ROWS or _programs(spec) < 2:
+        spec = replace(spec, warps=4)
+    return GemmConfig(spec.columns, STEP, spec.warps, stages, True)
+
+
+def _sizes(block_m: int, problem: Problem, down: bool, stages: int, warps: int) -> Fp4Spec:
+    """Return a specialisation for its sizes."""
+    nv, gated = problem.weight_format == "nvfp4", problem.gated and not down
+    size_k = problem.intermediate if down else problem.hidden
+    return Fp4Spec(block_m, size_k, stages, 1, nv, down, gated, 1, warps=warps)
+
+
+def _programs(spec: Fp4Spec) -> int:
+    """Return how many programs a multiprocessor has room for; 64 rows take more registers."""
+    most = (_MAX_WARPS - 4 if spec.block_m == _MAX_ROWS else _MAX_WARPS) // (spec.threads // 32)
+    return max(min(_SHARED_MEMORY // (spec.shared_bytes + _RESERVED), most), 1)
 
 
 def _parts(programs: int, num_sms: int) -> int:
@@ -86,26 +109,31 @@ def _parts(programs: int, num_sms: int) -> int:
 
 def tiles_ok(config: FusedConfig, problem: Problem) -> bool:
     """True when the kernels have these tiles, and a multiprocessor room for each program."""
-    nv, fits = problem.weight_format == "nvfp4", not config.merged
-    for down, tile, size_k in (
-        (False, config.gate_up, problem.hidden),
-        (True, config.down, problem.intermediate),
+    fits = not config.merged and config.block_m <= _MAX_ROWS
+    for down, tile, parts in (
+        (False, config.gate_up, config.gate_up_parts),
+        (True, config.down, config.down_parts),
     ):
-        gated = problem.gated and not down
-        spec = Fp4Spec(
-            config.block_m, size_k, tile.num_stages, 1, nv, down, gated, 1, warps=tile.num_warps
-        )
-        fits &= (tile.block_n, tile.block_k, tile.num_warps) == (spec.columns, STEP, _WARPS)
-        fits &= tile.num_stages > 1 and spec.shared_bytes <= _PROGRAM_MEMORY
-    return fits and config.block_m <= _MAX_ROWS
+        spec = _sizes(config.block_m, problem, down, tile.num_stages, tile.num_warps)
+        fits &= (tile.block_n, tile.block_k) == (spec.columns, STEP)
+        fits &= tile.num_warps == 4 or (tile.num_warps == 8 and parts == 1)
+        fits &= tile.num_stages > 1
+        fits &= spec.sum_bytes <= spec.stages_bytes and spec.shared_bytes <= _PROGRAM_MEMORY
+    return fits
 
 
 def candidates(start: FusedConfig) -> Iterator[FusedConfig]:
     """Yield tiles of these GEMMs that are worth a try; not all of them need fit."""
-    for block_m, stages, down_stages in product((16, 32, 64), (2, 3, 4), (2, 3, 4)):
-        gate_up = replace(start.gate_up, num_stages=stages)
-        down = replace(start.down, num_stages=down_stages)
-        yield replace(start, block_m=block_m, gate_up=gate_up, down=down)
+    sizes = ((16, 32, 64), (4, 8), (2, 3, 4), (2, 3, 4))
+    for block_m, warps, stages, down_stages in product(*sizes):
+        gate_up, down = (
+            replace(tile, block_n=tile.block_n * warps // tile.num_warps, num_warps=warps)
+            for tile in (start.gate_up, start.down)
+        )
+        yield replace(
+            start, block_m=block_m, gate_up=replace(gate_up, num_stages=stages),
+            down=replace(down, num_stages=down_stages),
+        )  # fmt: skip
 
 
 def can_read(weights: ExpertWeights) -> bool:
@@ -184,8 +212,7 @@ def _spec(
     assert spec.columns == tile.block_n, "tiles of fp4_decode"
     while spec.parts > 1 and spec.shared_bytes > _PROGRAM_MEMORY:
         spec = replace(spec, parts=spec.parts // 2)
-    programs = _SHARED_MEMORY // (spec.shared_bytes + _RESERVED)
-    return replace(spec, programs=max(min(programs, _MAX_PROGRAMS * 128 // spec.threads), 1))
+    return replace(spec, programs=_programs(spec))
 
 
 def _arguments(
