@@ -19,7 +19,7 @@ import torch
 
 T = TypeVar("T")
 #: Threads at most: a few saturate the memory of a desktop, some more that of a server.
-MAX_THREADS = 8
+MAX_THREADS = 12
 #: Less work than this is done before threads have started.
 _MIN_BYTES = 32 << 20
 #: Parts per thread that the work is cut into; one may take longer than another.
