@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from moegraft.backends.cuda.moe_gemm import DTYPES, KINDS
-from moegraft.backends.cuda.products import base_options
+from moegraft.backends.cuda.products import as_float, base_options
 
 #: Rows of an expert's weights that one warp multiplies.
 WARP_ROWS = 32
@@ -79,8 +79,8 @@ class Fp4Spec:
             "TOP_K": self.top_k, "GATE_START": self.starts[0], "UP_START": self.starts[1],
             "COLUMN_STEP": self.step, "GATE_GLOBAL": self.global_index[0],
             "UP_GLOBAL": self.global_index[1], "KIND": KINDS[self.kind],
-            "ALPHA": _float(self.alpha), "HAS_LIMIT": int(self.limit is not None),
-            "LIMIT": _float(self.limit or 0.0), "UP_SHIFT": _float(self.up_shift),
+            "ALPHA": as_float(self.alpha), "HAS_LIMIT": int(self.limit is not None),
+            "LIMIT": as_float(self.limit or 0.0), "UP_SHIFT": as_float(self.up_shift),
             "BIAS": DTYPES[self.bias] if self.bias else 0, "WEIGHT": DTYPES[self.weight],
         }  # fmt: skip
         return [*base_options(self.block_m, macros), "--fmad=false"]
@@ -106,10 +106,6 @@ class Fp4Spec:
         across = self.size_k // (16 if self.nv else 32)
         pitch = across if across % 16 else (across // 16 | 1) * 16
         return self.stages_bytes + self.tile_rows * pitch + self.block_m * 8
-
-
-def _float(value: float) -> str:
-    return f"{float(value)!r}f"
 
 
 class Fp4Arguments(ctypes.Structure):

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from moegraft.backends.cuda.products import base_options
+from moegraft.backends.cuda.products import as_float, base_options
 
 #: Numbers of activations and dtypes in the source.
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
@@ -53,8 +53,8 @@ class Spec:
             "STAGES": self.stages, "GATHER": int(self.gather), "GATED": int(self.gated),
             "WEIGHTED": int(self.weighted), "LORA": int(self.lora), "TOP_K": self.top_k,
             "START0": self.starts[0], "START1": self.starts[1], "KIND": KINDS[self.kind],
-            "ALPHA": _float(self.alpha), "HAS_LIMIT": int(self.limit is not None),
-            "LIMIT": _float(self.limit or 0.0), "UP_SHIFT": _float(self.up_shift),
+            "ALPHA": as_float(self.alpha), "HAS_LIMIT": int(self.limit is not None),
+            "LIMIT": as_float(self.limit or 0.0), "UP_SHIFT": as_float(self.up_shift),
             "BIAS": DTYPES[self.bias] if self.bias else 0, "WEIGHT": DTYPES[self.weight],
             "FP8": int(self.fp8),
         }  # fmt: skip
@@ -72,10 +72,6 @@ class Spec:
         barriers, alignment = 16 * self.stages + 16, 1024
         fixed = 4 * part + scales_and_marks + meta + records + barriers + alignment
         return self.stages * stage + fixed
-
-
-def _float(value: float) -> str:
-    return f"{float(value)!r}f"
 
 
 class Arguments(ctypes.Structure):

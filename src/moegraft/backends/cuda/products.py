@@ -56,6 +56,11 @@ def kernel(spec: Specialisation, device: int) -> Kernel:
     return Kernel(code, spec.name, spec.shared_bytes, spec.threads)
 
 
+def as_float(value: float) -> str:
+    """Return a number as the sources write it."""
+    return f"{float(value)!r}f"
+
+
 def base_options(block_m: int, macros: Mapping[str, object]) -> list[str]:
     """Return the compiler's options for blocks of up to ``block_m`` rows, with these macros."""
     cases = " ".join(f"CASE({i + 1})" for i in range(block_m // ROW_STEP))
