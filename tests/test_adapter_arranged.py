@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import struct
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -193,3 +195,36 @@ def test_a_value_that_is_no_number_is_found_by_its_name(tmp_path: Path) -> None:
     save(tensors, tmp_path)
     with pytest.raises(AdapterError, match=f"{name} holds 1 NaN or infinite values"):
         read_adapter(tmp_path)
+
+
+def test_an_empty_tensor_that_begins_where_another_does_moves_nothing(tmp_path: Path) -> None:
+    """The experts' first tensor is empty and lies before one that is not theirs."""
+    heads = [f"layers.0.mlp.experts.{e}" for e in range(E)]
+    tensors = {f"{h}.{side}": torch.randn(R, H) for h in heads for side in ("a", "b")}
+    foreign = torch.randn(R, H)
+    places, data = {"foreign": (0, foreign)}, [foreign]
+    end = foreign.nbytes
+    for head in heads:
+        places[f"{head}.aux"] = (0 if head == heads[0] else end, torch.empty(0, 4))
+        for side in ("a", "b"):
+            tensor = tensors[f"{head}.{side}"]
+            places[f"{head}.{side}"] = (end, tensor)
+            data.append(tensor)
+            end += tensor.nbytes
+    header = json.dumps(
+        {
+            name: {
+                "dtype": "F32",
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, begin + tensor.nbytes],
+            }
+            for name, (begin, tensor) in places.items()
+        }
+    ).encode()
+    header += b" " * (-len(header) % 8)
+    path = tmp_path / "adapter_model.safetensors"
+    body = b"".join(tensor.numpy().tobytes() for tensor in data)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + body)
+    found = read(path).tensors
+    for name, (_, tensor) in places.items():
+        assert torch.equal(found[name], tensor), name

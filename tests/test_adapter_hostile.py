@@ -251,3 +251,11 @@ def test_100_000_tensors_that_fit_nowhere_are_refused_in_bounded_time(name: str)
         check_bound(report, spec)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 20_000
     assert time.perf_counter() - start < 90
+
+
+@pytest.mark.parametrize("header", ["{}", "{ }", '{"__metadata__": {"format": "pt"}}'])
+def test_a_file_without_tensors_is_refused(tmp_path: Path, header: str) -> None:
+    (tmp_path / CONFIG).write_text('{"r": 8, "lora_alpha": 8}')
+    text = header.encode() + b" " * (-len(header) % 8)
+    (tmp_path / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text)
+    assert "none of its 0 tensors is a LoRA factor" in load(tmp_path)

@@ -168,6 +168,20 @@ def test_quantised_layers_by_list() -> None:
     assert not layer.lists.refusals
 
 
+def test_a_weight_that_gets_memory_of_another_order_makes_another_kind() -> None:
+    run = RUNS["decode"][0]
+    layer = ListedLayer(run)
+    layer.lists = Lists()
+    call = call_of(layer_inputs(1, biases=False), base=False)
+    for _ in range(3):
+        expected = layer(call).clone()
+    weight = call.weights.gate_up
+    other = torch.empty(weight.transpose(1, 2).shape, dtype=weight.dtype).transpose(1, 2)
+    weight.data = other.copy_(weight)
+    assert torch.equal(layer(call), run(call))
+    torch.testing.assert_close(layer(call), expected)
+
+
 def test_what_decides_launches_makes_another_kind() -> None:
     run, tiles = RUNS["decode"]
     layer = ListedLayer(run, tiles)

@@ -45,7 +45,7 @@ def arranged(header: Header) -> Any:
     of one dtype change places within the bytes that these experts have in the file, all others
     stay where they are.
     """
-    order = np.argsort(header.begins, kind="stable")
+    order = np.lexsort((header.sizes, header.begins))  # what is empty before what begins there
     kinds = header.kind_of[order]
     names = [header.names[i] for i in order.tolist()]
     places = header.begins.copy()
@@ -55,6 +55,8 @@ def arranged(header: Header) -> Any:
         of_expert = kinds[first : first + count * each].reshape(count, each)
         alike = [header.kinds[number] for number in of_expert[0].tolist()]
         if (of_expert != of_expert[0]).any() or len({kind.dtype for kind in alike}) > 1:
+            continue
+        if not all(kind.num_bytes for kind in alike):
             continue
         rank = np.empty(count, dtype=np.int64)
         rank[np.argsort(experts, kind="stable")] = np.arange(count)

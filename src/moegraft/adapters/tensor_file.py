@@ -118,7 +118,11 @@ class _Reader:
         )
         starts = range(0, len(self._view), _CHUNK_BYTES)
         self._alone = not _by_threads(len(self._view))
-        self._parts = [] if self._alone else [self._pool.submit(self._read, s) for s in starts]
+        try:
+            self._parts = [] if self._alone else [self._pool.submit(self._read, s) for s in starts]
+        except RuntimeError as error:
+            self._pool.shutdown(cancel_futures=True)
+            raise AdapterError(f"There is no thread to read an adapter with: {error}.") from error
 
     def __enter__(self) -> _Reader:
         return self
@@ -167,6 +171,8 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
 
 def _views(data: torch.Tensor, header: Header, begins: Any) -> dict[str, torch.Tensor]:
     """Return all tensors, which begin at ``begins``; copies where they are not aligned."""
+    if not header.names:
+        return {}
     if not header.aligned or len(header.kinds) * _MANY > len(header.names):
         each = zip(header.kind_of_each, begins.tolist(), strict=True)
         views: Sequence[torch.Tensor] = [_view(data, kind, begin) for kind, begin in each]
@@ -224,6 +230,8 @@ def _at_equal_steps(numbers: Any, begins: Any) -> list[Any]:
 
 def _runs(data: torch.Tensor, header: Header) -> Iterator[torch.Tensor]:
     """View the data as it is, one run per dtype in turn; a run that is not aligned as a copy."""
+    if not header.names:
+        return
     if len({kind.dtype for kind in header.kinds}) == 1:
         yield data.view(header.kinds[0].dtype)
         return

@@ -184,7 +184,8 @@ class LaunchLists:
         Args:
             kind: all that decides what is launched, but for addresses.
             inputs: every tensor that a kernel reads or writes and the call did not make, all of
-                one GPU; the first may not be empty.
+                one GPU; the first may not be empty. Where one begins inside of another, kernels may
+                not be given that place of the other: it is taken for the one's.
             plain: the plain way; what it returns is dropped.
         """
         if in_mode() or not inputs[0].is_cuda or torch.cuda.is_current_stream_capturing():

@@ -57,6 +57,7 @@ class ListedLayer:
                 options = self._tiles.launch_options()
                 inputs.append(token_order(call.slots, table.num_slots, options))
         kind: Hashable = (
+            tuple([(t.stride(), t.dtype) for t in tensors]),  # a parameter may get other memory
             x.shape, x.stride(), x.dtype, out.stride(), out.dtype, ids.shape, ids.stride(),
             ids.dtype, topk_weights.stride(), topk_weights.dtype, weights_kind, lora,
             None if table is None else (table.kind, table.arena.data.dtype), call.expert_offset,
@@ -67,13 +68,13 @@ class ListedLayer:
 
 
 def _described(weights: ExpertWeights) -> tuple[tuple[torch.Tensor, ...], Hashable]:
-    """Return all tensors of weights, and what is equal for weights of the same kind."""
+    """Return all tensors of weights, and what else is equal for weights of the same kind."""
     found: tuple[tuple[torch.Tensor, ...], Hashable] | None = weights.cache.get("described")
     if found is None:
         biases, scales = (weights.gate_up_bias, weights.down_bias), weights.scales
         own = () if scales is None else scales.tensors
         given = (weights.gate_up, weights.down, *biases, *own)
-        sizes = tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in given)
+        sizes = tuple(None if t is None else t.shape for t in given)
         act, layout = weights.activation, weights.layout
         kind = (sizes, act, layout, weights.weight_format, weights.dtype)
         tensors = tuple(tensor for tensor in given if tensor is not None)
