@@ -150,19 +150,19 @@ HOSTILE = {
 @pytest.mark.parametrize("key", HOSTILE.values(), ids=HOSTILE)
 def test_an_expression_that_backtracks_for_ever_takes_no_time(key: str) -> None:
     rules = PathRules("rank_pattern", {key: 4.0})
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(20):
         assert rules.first("a" * 200 + ".b") is None
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 def test_expressions_for_which_even_bounded_time_is_too_long_are_refused() -> None:
     rules = PathRules("rank_pattern", {rf"({'a?' * 200}|x)*!{i}": 4 for i in range(100)})
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(AdapterError, match="the 100 expressions of rank_pattern take too long"):
         for i in range(1000):
             rules.first("model." + "a" * 180 + str(i))
-    assert time.perf_counter() - start < 60
+    assert time.thread_time() - start < 60
     with pytest.raises(AdapterError, match="more than 200,000; write the modules' paths out"):
         PathRules("rank_pattern", {rf"({'a?' * 200}|x)*!{i}": 4 for i in range(1000)})
 
@@ -184,10 +184,10 @@ def all_modules(count: int) -> dict[str, float]:
 
 def test_one_key_per_module_of_a_large_adapter_is_looked_up() -> None:
     values = all_modules(36_864)
-    start = time.perf_counter()
+    start = time.thread_time()
     rules = PathRules("rank_pattern", values)
     assert all(rules.first(path) == value for path, value in values.items())
-    assert time.perf_counter() - start < 20  # one by one it would be hours
+    assert time.thread_time() - start < 20  # one by one it would be hours
 
 
 EXPERTS = r"model\.layers\.\d+\.mlp\.experts\.\d+\."
