@@ -45,7 +45,7 @@ def arranged(header: Header) -> Any:
     of one dtype change places within the bytes that these experts have in the file, all others
     stay where they are.
     """
-    order = np.lexsort((header.sizes, header.begins))  # what is empty before what begins there
+    order = header.order
     kinds = header.kind_of[order]
     names = [header.names[i] for i in order.tolist()]
     places = header.begins.copy()
@@ -112,16 +112,15 @@ class Places:
     """Bytes of a file and of memory, as runs of which each lies in one piece in both.
 
     Args:
-        begins: in the file, int64, in any order; together the tensors cover it.
+        begins: in the file, int64, in its order; together the tensors cover it.
         places: in memory, of the same tensors.
         sizes: in bytes.
     """
 
     def __init__(self, begins: Any, places: Any, sizes: Any) -> None:
-        order = np.lexsort((sizes, begins))
-        order = order[sizes[order] > 0]
-        begins, places, sizes = begins[order], places[order], sizes[order]
-        new = np.ones(len(order), dtype=bool)
+        some = sizes > 0
+        begins, places, sizes = begins[some], places[some], sizes[some]
+        new = np.ones(len(begins), dtype=bool)
         new[1:] = places[1:] != places[:-1] + sizes[:-1]
         self._begins, self._places = begins[new], places[new]
 

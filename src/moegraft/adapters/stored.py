@@ -66,6 +66,11 @@ class Header:
         return sizes_of(self.kinds)[self.kind_of]
 
     @cached_property
+    def order(self) -> Any:
+        """Numbers of the tensors as they lie in the file; an empty one before what begins there."""
+        return np.lexsort((self.sizes, self.begins))
+
+    @cached_property
     def kind_of_each(self) -> Sequence[TensorKind]:
         """The kind of each tensor."""
         return list(map(self.kinds.__getitem__, self.kind_of.tolist()))

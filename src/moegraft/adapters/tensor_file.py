@@ -70,7 +70,8 @@ def reading(path: Path, policy: FilePolicy, pin_memory: bool = False) -> Iterato
         begins = header.begins
         if header.aligned and _by_threads(header.data_bytes):
             begins = arranged(header)
-        places = Places(header.begins, begins, header.sizes)
+        order = header.order
+        places = Places(header.begins[order], begins[order], header.sizes[order])
         with _Reader(file, header.data_begin, data, places) as reader:
             if not header.aligned:  # those tensors are copies of what was read
                 reader.finish(origin)
@@ -171,9 +172,7 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
 
 def _views(data: torch.Tensor, header: Header, begins: Any) -> dict[str, torch.Tensor]:
     """Return all tensors, which begin at ``begins``; copies where they are not aligned."""
-    if not header.names:
-        return {}
-    if not header.aligned or len(header.kinds) * _MANY > len(header.names):
+    if not header.aligned or len(header.kinds) * _MANY >= len(header.names):
         each = zip(header.kind_of_each, begins.tolist(), strict=True)
         views: Sequence[torch.Tensor] = [_view(data, kind, begin) for kind, begin in each]
     else:
@@ -230,8 +229,6 @@ def _at_equal_steps(numbers: Any, begins: Any) -> list[Any]:
 
 def _runs(data: torch.Tensor, header: Header) -> Iterator[torch.Tensor]:
     """View the data as it is, one run per dtype in turn; a run that is not aligned as a copy."""
-    if not header.names:
-        return
     if len({kind.dtype for kind in header.kinds}) == 1:
         yield data.view(header.kinds[0].dtype)
         return
