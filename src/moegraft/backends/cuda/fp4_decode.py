@@ -9,8 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from moegraft.backends.cuda.moe_gemm import DTYPES, KINDS
-from moegraft.backends.cuda.products import as_float, base_options
+from moegraft.backends.cuda.products import DTYPES, base_options, epilogue_macros
 
 #: Rows of an expert's weights that one warp multiplies.
 WARP_ROWS = 32
@@ -78,10 +77,7 @@ class Fp4Spec:
             "LORA": int(self.delta is not None), "DELTA": DTYPES[self.delta] if self.delta else 0,
             "TOP_K": self.top_k, "GATE_START": self.starts[0], "UP_START": self.starts[1],
             "COLUMN_STEP": self.step, "GATE_GLOBAL": self.global_index[0],
-            "UP_GLOBAL": self.global_index[1], "KIND": KINDS[self.kind],
-            "ALPHA": as_float(self.alpha), "HAS_LIMIT": int(self.limit is not None),
-            "LIMIT": as_float(self.limit or 0.0), "UP_SHIFT": as_float(self.up_shift),
-            "BIAS": DTYPES[self.bias] if self.bias else 0, "WEIGHT": DTYPES[self.weight],
+            "UP_GLOBAL": self.global_index[1], **epilogue_macros(self),
         }  # fmt: skip
         return [*base_options(self.block_m, macros), "--fmad=false"]
 

@@ -9,11 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from moegraft.backends.cuda.products import as_float, base_options
-
-#: Numbers of activations and dtypes in the source.
-KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+from moegraft.backends.cuda.products import base_options, epilogue_macros
 
 
 @dataclass(frozen=True)
@@ -52,10 +48,7 @@ class Spec:
         macros: dict[str, object] = {
             "STAGES": self.stages, "GATHER": int(self.gather), "GATED": int(self.gated),
             "WEIGHTED": int(self.weighted), "LORA": int(self.lora), "TOP_K": self.top_k,
-            "START0": self.starts[0], "START1": self.starts[1], "KIND": KINDS[self.kind],
-            "ALPHA": as_float(self.alpha), "HAS_LIMIT": int(self.limit is not None),
-            "LIMIT": as_float(self.limit or 0.0), "UP_SHIFT": as_float(self.up_shift),
-            "BIAS": DTYPES[self.bias] if self.bias else 0, "WEIGHT": DTYPES[self.weight],
+            "START0": self.starts[0], "START1": self.starts[1], **epilogue_macros(self),
             "FP8": int(self.fp8),
         }  # fmt: skip
         return base_options(self.block_m, macros)

@@ -7,10 +7,15 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+import torch
+
 from moegraft.backends.cuda.compiler import cubin
 from moegraft.backends.cuda.driver import Kernel
 
 SOURCE = Path(__file__).parent / "source"
+#: Numbers of activations and dtypes in the sources.
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 #: Rows of a block are computed in steps of this many.
 ROW_STEP = 16
 
@@ -56,8 +61,39 @@ def kernel(spec: Specialisation, device: int) -> Kernel:
     return Kernel(code, spec.name, spec.shared_bytes, spec.threads)
 
 
-def as_float(value: float) -> str:
-    """Return a number as the sources write it."""
+class Epilogue(Protocol):
+    """What a specialisation says of what follows its product.
+
+    Attributes:
+        kind, alpha, limit, up_shift: of the activation; limit None = none.
+        bias, weight: dtypes of bias and routing weights; bias None = none.
+    """
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def limit(self) -> float | None: ...
+    @property
+    def up_shift(self) -> float: ...
+    @property
+    def bias(self) -> torch.dtype | None: ...
+    @property
+    def weight(self) -> torch.dtype: ...
+
+
+def epilogue_macros(spec: Epilogue) -> dict[str, object]:
+    """Return the macros of an activation, a bias and routing weights."""
+    return {
+        "KIND": KINDS[spec.kind], "ALPHA": _float(spec.alpha),
+        "HAS_LIMIT": int(spec.limit is not None), "LIMIT": _float(spec.limit or 0.0),
+        "UP_SHIFT": _float(spec.up_shift), "BIAS": DTYPES[spec.bias] if spec.bias else 0,
+        "WEIGHT": DTYPES[spec.weight],
+    }  # fmt: skip
+
+
+def _float(value: float) -> str:
     return f"{float(value)!r}f"
 
 
